@@ -1,0 +1,1 @@
+"""Load generators and measurements; not installed with the package."""

@@ -1,0 +1,1 @@
+"""Tests; folders mirror the sources. Answers are stated as exact values."""
