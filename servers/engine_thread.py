@@ -1,0 +1,363 @@
+"""The one thread that owns the engine.  [no jax]
+
+    event loop                                   engine thread
+    submit(request) ----- _Add ----+
+    cancel(stream) ------ _Cancel -+--> inbox --> commands, then one Engine.step --+
+    abort(id), call(f) --- ... ----+                                               |
+    EventStream.deliver  <------ call_soon_threadsafe, once a step <---------------+
+
+The thread sleeps on the inbox while the engine has no work. Whatever it raises ends every stream, and every later
+command, with INTERNAL: nobody waits for a thread that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from dsjax.errors import ConfigError, ErrorCode, RequestError
+from dsjax.request import FinishReason, Request, TokenEvent
+from servers.streams import EventStream
+
+log = logging.getLogger("dsjax.engine_thread")
+T = TypeVar("T")
+
+
+class EngineLike(Protocol):
+    """What the server uses of dsjax.engine.Engine; tests bring their own."""
+
+    config: Any
+    model_config: Any
+    tokenizer: Any
+    max_model_len: int
+
+    def warm_up(self, progress: bool = False) -> None: ...
+    def add(self, request: Request) -> None: ...
+    def cancel(self, request_id: str) -> bool: ...
+    def step(self) -> list[TokenEvent]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> Any: ...
+
+
+class State(enum.Enum):
+    LOADING = "loading"
+    WARMING = "warming"
+    SERVING = "serving"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass
+class _Live:
+    """A request the engine knows, as the engine thread sees it."""
+
+    stream: EventStream
+    last: dict[int, TokenEvent | None]  # the last event of each index that is not finished
+
+
+@dataclass(frozen=True)
+class _Add:
+    stream: EventStream
+
+
+@dataclass(frozen=True)
+class _Cancel:
+    stream: EventStream
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Runs `function(engine)` between two steps and hands its result to `reply`, a future of the loop."""
+
+    function: Callable[[Any], Any]
+    reply: asyncio.Future
+
+
+class EngineThread:
+    """Runs an engine made by `make_engine` (in the thread, so that loading does not block the loop).
+
+    Methods are called on the event loop that called `start`; `on_state` is called there too.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], EngineLike],
+        *,
+        progress: bool = False,
+        on_state: Callable[[State], None] = lambda state: None,
+    ):
+        self.state = State.LOADING
+        self.error: RequestError | None = None  # why the state is FAILED
+        self._make_engine = make_engine
+        self._progress = progress
+        self._on_state = on_state
+        self._thread = threading.Thread(target=self._run, name="dsjax-engine", daemon=True)
+        self._lock = threading.Condition()
+        self._inbox: deque[_Add | _Cancel | _Call] = deque()  # guarded by _lock
+        self._ended: RequestError | None = None  # guarded by _lock: what commands get once the thread is gone
+        self._stopping = False  # guarded by _lock
+        self._live: dict[str, _Live] = {}  # engine thread only
+        self._engine: EngineLike | None = None
+
+    # --- event loop ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._stopped = asyncio.Event()
+        self._thread.start()
+
+    async def wait_ready(self) -> None:
+        """Returns when the engine is warm. Raises what loading or warming up raised."""
+        await asyncio.shield(self._ready)
+
+    @property
+    def engine(self) -> EngineLike:
+        """For its constants (config, tokenizer, max_model_len); only once the state is past LOADING."""
+        assert self._engine is not None, "the engine is not loaded"
+        return self._engine
+
+    def submit(self, request: Request, *, max_unread_tokens: int = 0) -> EventStream:
+        """Queues `request`. A refusal comes from the stream, as everything else does.
+
+        Whoever submits must call `cancel(stream)` in the end, in a `finally`.
+        """
+        stream = EventStream(request, max_unread_tokens=max_unread_tokens)
+        self._post(_Add(stream))
+        return stream
+
+    def cancel(self, stream: EventStream) -> None:
+        """Drops the stream's request before the next step; nothing if it has ended. Never touches a later request
+        with the same id."""
+        if not stream.closed.is_set():
+            self._post(_Cancel(stream))
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a live request of that id with FinishReason.ABORT on its stream; False if there is none."""
+        return await self.call(lambda engine: self._abort(engine, request_id))
+
+    async def call(self, function: Callable[[Any], T]) -> T:
+        """Runs `function(engine)` on the engine thread between two steps. Raises what it raises."""
+        reply = self._loop.create_future()
+        self._post(_Call(function, reply))
+        return await reply
+
+    def fail_all(self, error: RequestError) -> None:
+        """Ends every live stream with `error`; the engine drops their requests."""
+
+        def end(engine: EngineLike) -> None:
+            for live in list(self._live.values()):
+                self._drop(engine, live)
+                self._end(live.stream, error)
+
+        self._post(_Call(end, self._loop.create_future()))
+
+    async def stop(self, timeout_s: float) -> bool:
+        """Asks the thread to end after the step or compilation it is in; False if it does not in time."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify()
+        try:
+            await asyncio.wait_for(self._stopped.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        self._thread.join()
+        return True
+
+    def _post(self, command: _Add | _Cancel | _Call) -> None:
+        with self._lock:
+            error = self._ended
+            if error is None:
+                self._inbox.append(command)
+                self._lock.notify()
+        if error is not None:
+            self._refuse(command, error)
+
+    # --- either thread -------------------------------------------------------------------------
+
+    def _refuse(self, command: _Add | _Cancel | _Call, error: RequestError) -> None:
+        match command:
+            case _Add(stream):
+                self._end(stream, error)
+            case _Cancel(stream):
+                self._end(stream, None)
+            case _Call(_, reply):
+                self._on_loop(_set_exception, reply, error)
+
+    def _end(self, stream: EventStream, error: RequestError | None) -> None:
+        self._on_loop(_end_stream, stream, error)
+
+    def _on_loop(self, function: Callable[..., object], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            log.debug("dropped %s: the event loop is closed", function)
+
+    # --- engine thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            engine = self._engine = self._make_engine()
+            self._set_state(State.WARMING)
+            engine.warm_up(self._progress)
+            self._set_state(State.SERVING)
+            self._on_loop(_set_result, self._ready, None)
+            while self._do_commands(engine):
+                if engine.has_work():
+                    self._hand_over(engine, engine.step())
+        except BaseException as raised:  # also SystemExit: no caller may be left waiting
+            error = raised
+            if not (isinstance(raised, ConfigError) and self.state is not State.SERVING):
+                log.exception("the engine failed")
+        if error is None:
+            ended = RequestError(ErrorCode.UNAVAILABLE, "the server has shut down")
+        else:
+            ended = RequestError(
+                ErrorCode.INTERNAL, f"the engine failed ({type(error).__name__}: {error}): the server must be restarted"
+            )
+        with self._lock:
+            self._ended = ended
+            left = list(self._inbox)
+            self._inbox.clear()
+        if error is not None:
+            self.error = ended
+            self._on_loop(_set_exception, self._ready, error)
+        self._set_state(State.STOPPED if error is None else State.FAILED)
+        for live in self._live.values():
+            self._end(live.stream, ended)
+        self._live.clear()
+        for command in left:
+            self._refuse(command, ended)
+        self._on_loop(self._stopped.set)
+
+    def _set_state(self, state: State) -> None:
+        self.state = state
+        self._on_loop(self._on_state, state)
+
+    def _do_commands(self, engine: EngineLike) -> bool:
+        """Waits for commands if there is no work, runs all there are; False when the thread is to stop."""
+        with self._lock:
+            while not self._inbox and not self._stopping and not engine.has_work():
+                self._lock.wait()
+            if self._stopping:
+                return False
+            commands = list(self._inbox)
+            self._inbox.clear()
+        for number, command in enumerate(commands):
+            try:
+                self._do(engine, command)
+            except BaseException:
+                with self._lock:  # what was taken out must still be answered
+                    self._inbox.extendleft(reversed(commands[number:]))
+                raise
+        return True
+
+    def _do(self, engine: EngineLike, command: _Add | _Cancel | _Call) -> None:
+        match command:
+            case _Add(stream):
+                request = stream.request
+                if request.request_id in self._live:
+                    self._end(stream, _live_id(request.request_id))
+                    return
+                try:
+                    engine.add(request)
+                except RequestError as error:
+                    self._end(stream, error)
+                else:
+                    self._live[request.request_id] = _Live(stream, dict.fromkeys(range(request.params.n)))
+            case _Cancel(stream):
+                live = self._live.get(stream.request.request_id)
+                if live is not None and live.stream is stream:
+                    self._drop(engine, live)
+                self._end(stream, None)
+            case _Call(function, reply):
+                try:
+                    result = function(engine)
+                except RequestError as error:
+                    self._on_loop(_set_exception, reply, error)
+                else:
+                    self._on_loop(_set_result, reply, result)
+
+    def _drop(self, engine: EngineLike, live: _Live) -> None:
+        request_id = live.stream.request.request_id
+        del self._live[request_id]
+        engine.cancel(request_id)
+
+    def _abort(self, engine: EngineLike, request_id: str) -> bool:
+        live = self._live.get(request_id)
+        if live is None:
+            return False
+        self._drop(engine, live)
+        events = []
+        for index, last in live.last.items():
+            events.append(
+                TokenEvent(
+                    request_id=request_id,
+                    index=index,
+                    finish_reason=FinishReason.ABORT,
+                    num_prompt_tokens=live.stream.request.num_prompt_tokens,
+                    num_cached_tokens=last.num_cached_tokens if last else 0,
+                    num_output_tokens=last.num_output_tokens if last else 0,
+                )
+            )
+        self._on_loop(self._deliver, [(live.stream, events, True)])
+        return True
+
+    def _hand_over(self, engine: EngineLike, events: list[TokenEvent]) -> None:
+        """Sends a step's events to their streams, in one call into the loop."""
+        batches: dict[str, tuple[EventStream, list[TokenEvent], bool]] = {}
+        for event in events:
+            live = self._live.get(event.request_id)
+            if live is None:
+                continue  # its client went away while the step ran
+            _, batch, _ = batches.setdefault(event.request_id, (live.stream, [], False))
+            batch.append(event)
+            if event.finished:
+                live.last.pop(event.index, None)
+            else:
+                live.last[event.index] = event
+            if event.error is not None and live.last:
+                self._drop(engine, live)
+                batches[event.request_id] = (live.stream, batch, True)
+            elif not live.last:
+                del self._live[event.request_id]
+                batches[event.request_id] = (live.stream, batch, True)
+        if batches:
+            self._on_loop(self._deliver, list(batches.values()))
+
+    def _deliver(self, batches: list[tuple[EventStream, list[TokenEvent], bool]]) -> None:
+        """On the loop: hands each stream its events; the flag says that they are its last."""
+        for stream, events, last in batches:
+            if not stream.deliver(events):
+                self.cancel(stream)
+            if last:
+                stream.close()
+
+
+def _live_id(request_id: str) -> RequestError:
+    return RequestError(
+        ErrorCode.ALREADY_EXISTS, f"request_id={request_id!r} belongs to a live request: use another, or leave it empty"
+    )
+
+
+def _end_stream(stream: EventStream, error: RequestError | None) -> None:
+    if error is not None:
+        stream.fail(error)
+    stream.close()
+
+
+def _set_result(future: asyncio.Future, value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _set_exception(future: asyncio.Future, error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

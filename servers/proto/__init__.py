@@ -1,0 +1,1 @@
+"""Protocol definitions and the Python generated from them."""

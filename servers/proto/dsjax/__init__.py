@@ -1,0 +1,1 @@
+"""Package dsjax of the protocol."""

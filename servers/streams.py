@@ -1,0 +1,140 @@
+"""The asyncio side of one request: token events come in from the engine thread, the caller awaits them.  [no jax]
+
+Everything here runs on the event loop. Events that the caller has not taken yet are merged, so a slow client costs the
+memory of its tokens, not of messages, and at most `max_unread_tokens` of those; no other stream waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dsjax.errors import ErrorCode, RequestError
+from dsjax.request import Request, TokenEvent, TokenLogprobs
+
+
+@dataclass
+class _Unread:
+    """The merged events of one index that nobody has taken."""
+
+    last: TokenEvent
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    def add(self, event: TokenEvent) -> int:
+        """Returns the number of ids and log-probabilities added."""
+        self.last = event
+        self.token_ids += event.token_ids
+        self.text.append(event.text)
+        self.logprobs += event.logprobs
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
+        return len(event.token_ids) + sum(1 + len(entry.top) for entry in event.logprobs)
+
+    def merged(self) -> TokenEvent:
+        last = self.last
+        return TokenEvent(
+            request_id=last.request_id,
+            index=last.index,
+            token_ids=tuple(self.token_ids),
+            text="".join(self.text),
+            logprobs=tuple(self.logprobs),
+            prompt_logprobs=self.prompt_logprobs,
+            finish_reason=last.finish_reason,
+            matched_stop=last.matched_stop,
+            num_prompt_tokens=last.num_prompt_tokens,
+            num_cached_tokens=last.num_cached_tokens,
+            num_output_tokens=last.num_output_tokens,
+        )
+
+
+class EventStream:
+    """The events of one request (all `params.n` of it), from `EngineThread.submit`.
+
+    `max_unread_tokens` 0 is no limit, for callers that want the whole answer at once anyway.
+    """
+
+    def __init__(self, request: Request, *, max_unread_tokens: int = 0):
+        self.request = request
+        self.closed = asyncio.Event()  # nothing more will come, and the engine holds nothing of the request
+        self._max_unread = max_unread_tokens
+        self._unread: dict[int, _Unread] = {}
+        self._num_unread = 0
+        self._error: RequestError | None = None
+        self._news = asyncio.Event()
+        self._started: set[int] = set()  # indices of which something was taken
+
+    def deliver(self, events: Iterable[TokenEvent]) -> bool:
+        """Adds events; False if the stream has ended with an error, so that the engine need not go on."""
+        if self._error is not None:
+            return False
+        for event in events:
+            if event.error is not None:
+                self.fail(event.error)
+                return True
+            unread = self._unread.get(event.index)
+            if unread is None:
+                unread = self._unread[event.index] = _Unread(event)
+            self._num_unread += unread.add(event)
+        self._news.set()
+        if self._max_unread and self._num_unread > self._max_unread:
+            message = (
+                f"the client left {self._num_unread} tokens and log-probabilities unread, more than "
+                f"max_unread_tokens={self._max_unread}: read faster, or raise --max_unread_tokens"
+            )
+            self.fail(RequestError(ErrorCode.RESOURCE_EXHAUSTED, message))
+            return False
+        return True
+
+    def fail(self, error: RequestError) -> None:
+        """Ends the stream with `error`; what is unread is dropped."""
+        if self._error is None and not self.closed.is_set():
+            self._error = error
+            self._unread.clear()
+            self._news.set()
+
+    def close(self) -> None:
+        """Says that nothing more will come."""
+        self.closed.set()
+        self._news.set()
+
+    async def take(self, interval: int = 1) -> list[TokenEvent]:
+        """Waits for news and returns one merged event for each index that has some; [] once all is taken.
+
+        After an index's first event, an index is held back until it has `interval` ids, or is finished.
+        Raises RequestError when the request was refused or failed.
+        """
+        while True:
+            if self._error is not None:
+                raise self._error
+            due = [index for index, unread in self._unread.items() if self._due(unread, interval)]
+            if due:
+                events = [self._unread.pop(index).merged() for index in sorted(due)]
+                self._started.update(due)
+                if not self._unread:
+                    self._num_unread = 0
+                else:
+                    self._num_unread -= sum(
+                        len(e.token_ids) + sum(1 + len(entry.top) for entry in e.logprobs) for e in events
+                    )
+                return events
+            if self.closed.is_set():
+                return []
+            self._news.clear()
+            await self._news.wait()
+
+    def _due(self, unread: _Unread, interval: int) -> bool:
+        last = unread.last
+        return last.finished or last.index not in self._started or len(unread.token_ids) >= interval
+
+    async def take_all(self) -> list[TokenEvent]:
+        """Waits for the end and returns one merged event for each index, in order."""
+        await self.closed.wait()
+        if self._error is not None:
+            raise self._error
+        events = [unread.merged() for _, unread in sorted(self._unread.items())]
+        self._unread.clear()
+        return events
