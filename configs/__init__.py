@@ -1,0 +1,1 @@
+"""Configurations of models and servers, as functions that return them."""
