@@ -1,0 +1,421 @@
+"""Configuration: frozen dataclasses, checked when made, changed only through `override`.  [no jax]
+
+Field names are those of DeepSeek-V4's config.json for the model and vLLM's flags for the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dsjax.errors import ConfigError
+
+
+class LayerKind(enum.Enum):
+    """What a layer attends to besides its sliding window."""
+
+    SLIDING = "sliding_attention"
+    CSA = "compressed_sparse_attention"  # entries chosen by an indexer; windows overlap
+    HCA = "heavily_compressed_attention"  # every entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnConfig:
+    """YaRN frequencies of the compress rope (rope_scaling in config.json)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A DeepSeek-V4 model: every number its forward pass needs, whichever config dialect it came from."""
+
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    n_shared_experts: int = 1
+    num_experts_per_tok: int
+    num_hash_layers: int
+    routed_scaling_factor: float
+    swiglu_limit: float  # 0 is no clamp
+    sliding_window: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    hc_mult: int
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    yarn: YarnConfig | None = None
+    max_position_embeddings: int
+    layer_kinds: tuple[LayerKind, ...]  # one per decoder layer, MTP not listed
+    csa_ratio: int = 4
+    hca_ratio: int = 128
+    num_nextn_predict_layers: int = 0
+    bos_token_id: int | None = 0
+    eos_token_ids: tuple[int, ...] = (1,)
+    dtype: str = "bfloat16"  # of the checkpoint's unquantised weights
+    quant_method: str | None = None  # "fp8": linears are F8_E4M3 with 128x128 scales
+    expert_dtype: str | None = None  # "fp4": experts are packed FP4 with 32-wide scales
+
+    def __post_init__(self):
+        def check(ok: bool, message: str) -> None:
+            if not ok:
+                raise ConfigError(message)
+
+        for name in (
+            "vocab_size hidden_size num_attention_heads head_dim qk_rope_head_dim q_lora_rank o_groups o_lora_rank "
+            "moe_intermediate_size n_routed_experts n_shared_experts num_experts_per_tok sliding_window "
+            "hc_mult hc_sinkhorn_iters max_position_embeddings csa_ratio hca_ratio"
+        ).split():
+            check(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        check(len(self.layer_kinds) >= 1, "num_hidden_layers=0 must be at least 1")
+        check(self.qk_rope_head_dim % 2 == 0, f"qk_rope_head_dim={self.qk_rope_head_dim} must be even")
+        check(
+            self.qk_rope_head_dim <= self.head_dim,
+            f"qk_rope_head_dim={self.qk_rope_head_dim} must be at most head_dim={self.head_dim}",
+        )
+        check(
+            self.num_attention_heads % self.o_groups == 0,
+            f"o_groups={self.o_groups} must divide num_attention_heads={self.num_attention_heads}",
+        )
+        check(
+            self.num_experts_per_tok <= self.n_routed_experts,
+            f"num_experts_per_tok={self.num_experts_per_tok} must be at most n_routed_experts={self.n_routed_experts}",
+        )
+        check(
+            0 <= self.num_hash_layers <= self.num_hidden_layers,
+            f"num_hash_layers={self.num_hash_layers} must be in [0, num_hidden_layers={self.num_hidden_layers}]",
+        )
+        check(
+            self.num_nextn_predict_layers in (0, 1),
+            f"num_nextn_predict_layers={self.num_nextn_predict_layers} must be 0 or 1",
+        )
+        if LayerKind.CSA in self.layer_kinds:
+            check(
+                self.index_n_heads >= 1 and self.index_topk >= 1 and self.index_head_dim >= self.qk_rope_head_dim,
+                f"index_n_heads={self.index_n_heads}, index_topk={self.index_topk} must be at least 1 and "
+                f"index_head_dim={self.index_head_dim} at least qk_rope_head_dim={self.qk_rope_head_dim}",
+            )
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layer_kinds)
+
+    def ratio(self, kind: LayerKind) -> int:
+        """Tokens per compressed entry; 0 for a sliding layer."""
+        return {LayerKind.SLIDING: 0, LayerKind.CSA: self.csa_ratio, LayerKind.HCA: self.hca_ratio}[kind]
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> ModelConfig:
+        """Reads `config.json` (either dialect) in a checkpoint folder."""
+        file = Path(path) / "config.json"
+        if not file.is_file():
+            raise ConfigError(f"model={str(path)!r} has no config.json")
+        try:
+            return cls.from_dict(json.loads(file.read_text()))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{file} is not JSON: {error}") from error
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """Builds the config from a config.json in DeepSeek's or in transformers' dialect.
+
+        Raises ConfigError for another architecture, a missing field, or a feature that V4 does not have.
+        """
+
+        def need(name: str) -> Any:
+            if raw.get(name) is None:
+                raise ConfigError(f"config.json lacks {name!r}")
+            return raw[name]
+
+        model_type = raw.get("model_type", "deepseek_v4")
+        if model_type != "deepseek_v4":
+            raise ConfigError(f"model_type={model_type!r} is not supported: dsjax serves 'deepseek_v4'")
+        for name, allowed in _FIXED.items():
+            if name in raw and raw[name] not in allowed:
+                raise ConfigError(f"{name}={raw[name]!r} is not a DeepSeek-V4 model: it must be {allowed[0]!r}")
+        num_layers = need("num_hidden_layers")
+        num_nextn = raw.get("num_nextn_predict_layers") or 0
+        kinds, csa_ratio, hca_ratio = _layer_kinds(raw, num_layers)
+        head_dim = need("head_dim")
+        rope_dim = raw.get("qk_rope_head_dim")
+        if rope_dim is None:
+            rope_dim = round(head_dim * need("partial_rotary_factor"))
+        rope = raw.get("rope_parameters") or {}
+        main, compress = rope.get("main", {}), rope.get("compress", {})
+        scaling = compress if "compress" in rope else raw.get("rope_scaling")
+        eos = raw.get("eos_token_id", 1)
+        quant = raw.get("quantization_config") or {}
+        if quant and (quant.get("quant_method"), quant.get("weight_block_size", [128, 128])) != ("fp8", [128, 128]):
+            raise ConfigError(f"quantization_config={quant!r} is not supported: fp8 with weight_block_size [128, 128] is")
+        has_csa = LayerKind.CSA in kinds
+        mlp_types = raw.get("mlp_layer_types")
+        if mlp_types is not None:
+            num_hash = sum(t == "hash_moe" for t in mlp_types)
+            if list(mlp_types) != ["hash_moe"] * num_hash + ["moe"] * (num_layers - num_hash):
+                raise ConfigError(f"mlp_layer_types={mlp_types} must be hash_moe layers, then moe layers, {num_layers} in all")
+        else:
+            num_hash = need("num_hash_layers")
+        return cls(
+            **{name: need(name) for name in _PLAIN},
+            **{name: raw[name] for name in _OPTIONAL if raw.get(name) is not None},
+            head_dim=head_dim,
+            qk_rope_head_dim=rope_dim,
+            index_n_heads=need("index_n_heads") if has_csa else raw.get("index_n_heads") or 0,
+            index_head_dim=need("index_head_dim") if has_csa else raw.get("index_head_dim") or 0,
+            index_topk=need("index_topk") if has_csa else raw.get("index_topk") or 0,
+            swiglu_limit=raw.get("swiglu_limit") or 0.0,
+            num_hash_layers=num_hash,
+            rope_theta=main.get("rope_theta", raw.get("rope_theta", 10000.0)),
+            compress_rope_theta=compress.get("rope_theta", raw.get("compress_rope_theta", 160000.0)),
+            yarn=_yarn(scaling),
+            layer_kinds=kinds,
+            csa_ratio=csa_ratio,
+            hca_ratio=hca_ratio,
+            num_nextn_predict_layers=num_nextn,
+            bos_token_id=raw.get("bos_token_id"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else (),
+            dtype=raw.get("torch_dtype") or raw.get("dtype") or "bfloat16",
+            quant_method=quant.get("quant_method"),
+            expert_dtype=raw.get("expert_dtype"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config.json of this model in the released dialect; `from_dict` reads it back to an equal config."""
+        ratios = [self.ratio(kind) for kind in self.layer_kinds] + [0] * self.num_nextn_predict_layers
+        out: dict[str, Any] = {
+            "architectures": ["DeepseekV4ForCausalLM"],
+            "model_type": "deepseek_v4",
+            **{name: getattr(self, name) for name in (*_PLAIN, *_OPTIONAL)},
+            **{
+                name: getattr(self, name)
+                for name in (
+                    "head_dim qk_rope_head_dim index_n_heads index_head_dim index_topk swiglu_limit num_hash_layers "
+                    "num_hidden_layers rope_theta compress_rope_theta num_nextn_predict_layers bos_token_id"
+                ).split()
+            },
+            **{name: allowed[0] for name, allowed in _FIXED.items()},
+            "eos_token_id": list(self.eos_token_ids) if len(self.eos_token_ids) != 1 else self.eos_token_ids[0],
+            "torch_dtype": self.dtype,
+            "compress_ratios": ratios,
+        }
+        if (self.csa_ratio, self.hca_ratio) != (4, 128):
+            out["compress_rates"] = {LayerKind.CSA.value: self.csa_ratio, LayerKind.HCA.value: self.hca_ratio}
+            out["layer_types"] = [kind.value for kind in self.layer_kinds]
+        if self.yarn is not None:
+            out["rope_scaling"] = {"type": "yarn", **dataclasses.asdict(self.yarn)}
+        if self.quant_method is not None:
+            out["quantization_config"] = {
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "quant_method": self.quant_method,
+                "scale_fmt": "ue8m0",
+                "weight_block_size": [128, 128],
+            }
+        if self.expert_dtype is not None:
+            out["expert_dtype"] = self.expert_dtype
+        return out
+
+
+_PLAIN = (
+    "vocab_size hidden_size num_attention_heads q_lora_rank o_groups o_lora_rank moe_intermediate_size n_routed_experts "
+    "num_experts_per_tok routed_scaling_factor sliding_window hc_mult max_position_embeddings"
+).split()
+_OPTIONAL = "n_shared_experts hc_sinkhorn_iters hc_eps rms_norm_eps".split()
+# What V4 fixes; another value means another model, and serving it would give wrong text without an error.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "num_key_value_heads": (1,),
+    "n_shared_experts": (1,),
+    "scoring_func": ("sqrtsoftplus",),
+    "topk_method": ("noaux_tc",),
+    "norm_topk_prob": (True,),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "tie_word_embeddings": (False,),
+}
+
+
+def _layer_kinds(raw: Mapping[str, Any], num_layers: int) -> tuple[tuple[LayerKind, ...], int, int]:
+    """(kind of each layer, CSA ratio, HCA ratio) from `layer_types` or `compress_ratios`."""
+    rates = raw.get("compress_rates") or {}
+    csa, hca = rates.get(LayerKind.CSA.value, 4), rates.get(LayerKind.HCA.value, 128)
+    types = raw.get("layer_types")
+    if types is not None:
+        if len(types) != num_layers:
+            raise ConfigError(f"layer_types has {len(types)} entries for num_hidden_layers={num_layers}")
+        try:
+            return tuple(LayerKind(t) for t in types), csa, hca
+        except ValueError as error:
+            raise ConfigError(f"layer_types={types}: {error}") from error
+    ratios = raw.get("compress_ratios")
+    if ratios is None:
+        raise ConfigError("config.json lacks 'compress_ratios' (or 'layer_types')")
+    if len(ratios) < num_layers:
+        raise ConfigError(f"compress_ratios has {len(ratios)} entries for num_hidden_layers={num_layers}")
+    by_ratio = {0: LayerKind.SLIDING, csa: LayerKind.CSA, hca: LayerKind.HCA}
+    unknown = [r for r in ratios[:num_layers] if r not in by_ratio]
+    if unknown:
+        raise ConfigError(f"compress_ratios holds {unknown[0]}: a DeepSeek-V4 layer has 0, {csa} or {hca}")
+    return tuple(by_ratio[r] for r in ratios[:num_layers]), csa, hca
+
+
+def _yarn(scaling: Mapping[str, Any] | None) -> YarnConfig | None:
+    if not scaling:
+        return None
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        raise ConfigError(f"rope_scaling type={kind!r} is not supported: 'yarn' or none")
+    try:
+        return YarnConfig(
+            factor=scaling["factor"],
+            original_max_position_embeddings=scaling["original_max_position_embeddings"],
+            beta_fast=scaling.get("beta_fast", 32.0),
+            beta_slow=scaling.get("beta_slow", 1.0),
+        )
+    except KeyError as error:
+        raise ConfigError(f"rope_scaling lacks {error.args[0]!r}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged cache.
+
+    `block_size` is the number of entries of a WINDOW, CSA or INDEX_KEY page (an HCA page has a quarter of it);
+    `num_gpu_blocks_override` fixes the number of tokens the compressed pools hold, in pages of `block_size` tokens;
+    0 sizes them for `max_num_seqs` requests of `max_model_len`, at most `cache_memory_bytes`.
+    """
+
+    block_size: int = 64
+    enable_prefix_caching: bool = True
+    prefix_unit_tokens: int = 128  # a hit is counted in these; also where short prompts leave snapshots
+    snapshot_interval_tokens: int = 2048  # long prompts leave a snapshot this often
+    num_snapshots: int = 64  # state slots kept for prefix snapshots
+    num_gpu_blocks_override: int = 0
+    cache_memory_bytes: int = 4 << 30
+    kv_cache_dtype: str = "auto"  # auto (the activations' dtype), float32, bfloat16
+
+    def __post_init__(self):
+        _at_least(self, 1, "block_size prefix_unit_tokens snapshot_interval_tokens cache_memory_bytes")
+        _at_least(self, 0, "num_snapshots num_gpu_blocks_override")
+        _one_of(self, "kv_cache_dtype", ("auto", "float32", "bfloat16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What one step may hold and how many requests may wait."""
+
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 256
+    max_model_len: int = 0  # 0 is the model's max_position_embeddings
+    enable_chunked_prefill: bool = True  # off: a prompt enters a step whole, or waits
+    max_num_waiting: int = 1024  # the bounded queue; a full one answers RESOURCE_EXHAUSTED
+
+    def __post_init__(self):
+        _at_least(self, 1, "max_num_seqs max_num_batched_tokens max_num_waiting")
+        _at_least(self, 0, "max_model_len")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs={self.max_num_seqs}: "
+                "every running request adds a token to a step"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model: str  # checkpoint folder, or "dsjax-nano" for the embedded one
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    dtype: str = "auto"  # of weights and activations: auto (float32 on CPU, else bfloat16), float32, bfloat16
+    tokenizer: str = ""  # folder or file; "" is the model's folder
+    seed: int = 0  # draws the seeds of requests that give none
+    compilation_cache_dir: str = "~/.cache/dsjax/xla"  # "" turns it off
+    fail_on_recompile: bool = False
+
+    def __post_init__(self):
+        _one_of(self, "dtype", ("auto", "float32", "bfloat16"))
+        if not self.model:
+            raise ConfigError("model='' must be a checkpoint folder or 'dsjax-nano'")
+
+
+def _at_least(config: object, low: int, names: str) -> None:
+    for name in names.split():
+        if getattr(config, name) < low:
+            raise ConfigError(f"{name}={getattr(config, name)} must be at least {low}")
+
+
+def _one_of(config: object, name: str, allowed: Sequence[str]) -> None:
+    if getattr(config, name) not in allowed:
+        raise ConfigError(f"{name}={getattr(config, name)!r} must be one of {', '.join(allowed)}")
+
+
+def field_paths(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every leaf field of a config as {dotted path: value}, sections in order."""
+    out: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            out.update(field_paths(value, f"{prefix}{f.name}."))
+        else:
+            out[prefix + f.name] = value
+    return out
+
+
+C = TypeVar("C")
+
+
+def override(config: C, path: str, value: str) -> C:
+    """Returns `config` with the dotted field `path` set to `value`, parsed by the field's type.
+
+    Raises ConfigError for an unknown field or a value of the wrong type.
+    """
+    name, _, rest = path.partition(".")
+    fields = {f.name for f in dataclasses.fields(config)}  # type: ignore[arg-type]
+    if name not in fields:
+        raise ConfigError(f"{path!r} is not a field of {type(config).__name__}: it has {', '.join(sorted(fields))}")
+    current = getattr(config, name)
+    if rest:
+        if not dataclasses.is_dataclass(current):
+            raise ConfigError(f"{name!r} of {type(config).__name__} has no fields, so {path!r} cannot be set")
+        return dataclasses.replace(config, **{name: override(current, rest, value)})  # type: ignore[type-var]
+    kind = typing.get_type_hints(type(config))[name]
+    return dataclasses.replace(config, **{name: _parse(path, kind, value)})  # type: ignore[type-var]
+
+
+def _parse(path: str, kind: Any, value: str) -> Any:
+    if kind is bool:
+        if value.lower() not in ("true", "false", "1", "0"):
+            raise ConfigError(f"{path}={value!r} must be true or false")
+        return value.lower() in ("true", "1")
+    if kind in (int, float, str):
+        try:
+            parsed = kind(value)
+        except ValueError as error:
+            raise ConfigError(f"{path}={value!r} must be of type {kind.__name__}") from error
+        if isinstance(parsed, float) and not math.isfinite(parsed):
+            raise ConfigError(f"{path}={value!r} must be finite")
+        return parsed
+    raise ConfigError(f"{path} cannot be set from text: it is a {getattr(kind, '__name__', kind)}")

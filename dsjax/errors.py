@@ -1,0 +1,36 @@
+"""The one way dsjax refuses something: a code and one sentence that names field, value, limit and knob.  [no jax]"""
+
+from __future__ import annotations
+
+import enum
+
+
+class ErrorCode(enum.Enum):
+    """Codes with the meaning of the gRPC status of the same name."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    ALREADY_EXISTS = "ALREADY_EXISTS"
+    NOT_FOUND = "NOT_FOUND"
+    RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    CANCELLED = "CANCELLED"
+    UNAVAILABLE = "UNAVAILABLE"
+    INTERNAL = "INTERNAL"
+
+
+class RequestError(Exception):
+    """A request that was refused or ended without an answer; `code` says which gRPC status it is."""
+
+    def __init__(self, code: ErrorCode, message: str):
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+def invalid(message: str) -> RequestError:
+    """The commonest refusal: a field of the request is wrong."""
+    return RequestError(ErrorCode.INVALID_ARGUMENT, message)
+
+
+class ConfigError(ValueError):
+    """A configuration, checkpoint or flag that cannot be used; the message names it and the limit."""

@@ -1,0 +1,114 @@
+"""Mixture of experts: hash or top-k routing, clamped SwiGLU experts, one shared expert (spec 2.7)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsjax.config import ModelConfig
+from dsjax.model.param import HIGHEST, Linear, constant, normal
+from pallas_kernels.grouped_matmul import grouped_matmul, group_tiles
+
+
+def clamped_swiglu(gate_up: jax.Array, limit: float) -> jax.Array:
+    """[..., 2F] (gate, then up) -> [..., F], float32; the gate is clamped above only; limit 0 is no clamp."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    if limit:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
+
+
+class Gate(nnx.Module):
+    """Scores experts; which ones a token uses comes from its id on hash layers, else from the biased scores."""
+
+    def __init__(self, config: ModelConfig, hashed: bool, rngs: nnx.Rngs):
+        self.kernel = normal(rngs, (config.hidden_size, config.n_routed_experts), ("embed", "expert"))
+        if hashed:
+            k, e = config.num_experts_per_tok, config.n_routed_experts
+            # k distinct experts a token id; a trained model brings its own table
+            table = (jnp.arange(config.vocab_size)[:, None] * k + jnp.arange(k)) % e
+            self.tid2eid = nnx.Param(table.astype(jnp.int32), logical_axes=("vocab", None))
+        else:
+            self.bias = constant((config.n_routed_experts,), ("expert",), 0.0)
+        self.config, self.hashed = config, hashed
+
+    def scores(self, x: jax.Array) -> jax.Array:
+        """[T, D] -> sqrt(softplus(logits)) [T, E], float32."""
+        logits = jnp.dot(x.astype(jnp.float32), self.kernel[...], precision=HIGHEST)
+        return jnp.sqrt(jax.nn.softplus(logits))
+
+    def __call__(self, x: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [T, D], token_ids [T] -> experts [T, k] int32, weights [T, k] float32 (they sum to routed_scaling_factor)."""
+        scores = self.scores(x)
+        if self.hashed:
+            experts = self.tid2eid[...][token_ids]
+        else:
+            _, experts = jax.lax.top_k(scores + self.bias[...], self.config.num_experts_per_tok)
+        chosen = jnp.take_along_axis(scores, experts, axis=-1)
+        # 1e-20: a token whose chosen scores all underflow to 0 gets weights 0, not NaN
+        return experts, chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20) * self.config.routed_scaling_factor
+
+
+class Experts(nnx.Module):
+    """The routed experts' weights, stacked: w13 [E, D, 2F] (gate, then up) and w2 [E, F, D]."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+        e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.w13 = normal(rngs, (e, d, 2 * f), ("expert", "embed", "ffn"), dtype)
+        self.w2 = normal(rngs, (e, f, d), ("expert", "ffn", "embed"), dtype)
+        self.config = config
+
+    def dense(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+        """Every expert on every token, then the chosen ones summed: differentiable, and exact. -> [T, D] float32."""
+        by_expert = jnp.einsum(
+            "tk,tke->te", weights, jax.nn.one_hot(experts, self.config.n_routed_experts, dtype=jnp.float32)
+        )
+        hidden = jnp.einsum("td,edf->etf", x, self.w13[...], preferred_element_type=jnp.float32)
+        hidden = clamped_swiglu(hidden, self.config.swiglu_limit) * by_expert.T[..., None]
+        return jnp.einsum("etf,efd->td", hidden.astype(x.dtype), self.w2[...], preferred_element_type=jnp.float32)
+
+    def grouped(self, x: jax.Array, experts: jax.Array, weights: jax.Array, num_tokens: jax.Array) -> jax.Array:
+        """Only the chosen experts, tokens sorted by expert: work is proportional to `num_tokens`. -> [T, D] float32."""
+        num_rows, k = experts.shape
+        tiles = group_tiles(experts, num_tokens, self.config.n_routed_experts)
+        rows = jnp.take(x, tiles.source // k, axis=0, mode="fill", fill_value=0)  # [P, D]
+        hidden = clamped_swiglu(grouped_matmul(rows, self.w13[...], tiles), self.config.swiglu_limit)
+        out = grouped_matmul(hidden.astype(x.dtype), self.w2[...], tiles)  # [P, D] float32
+        out = jnp.take(out, tiles.destination, axis=0, mode="fill", fill_value=0).reshape(num_rows, k, -1)
+        return jnp.sum(out * weights[..., None], axis=1)
+
+
+class SharedExpert(nnx.Module):
+    """The expert every token passes through; clamped like the others."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+        f = config.moe_intermediate_size * config.n_shared_experts
+        self.w13 = Linear(rngs, (config.hidden_size, 2 * f), ("embed", "ffn"), dtype)
+        self.w2 = Linear(rngs, (f, config.hidden_size), ("ffn", "embed"), dtype)
+        self.config = config
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = clamped_swiglu(self.w13(x, jnp.float32), self.config.swiglu_limit)
+        return self.w2(hidden.astype(x.dtype), jnp.float32)
+
+
+class MoE(nnx.Module):
+    """Routed experts plus the shared expert."""
+
+    def __init__(self, config: ModelConfig, hashed: bool, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.gate = Gate(config, hashed, rngs)
+        self.experts = Experts(config, rngs, dtype)
+        self.shared_experts = SharedExpert(config, rngs, dtype)
+
+    def __call__(self, x: jax.Array, token_ids: jax.Array, num_tokens: jax.Array | None, tap=None) -> jax.Array:
+        """x [T, D] -> [T, D]. `num_tokens` None takes the differentiable form; else rows past it are padding."""
+        experts, weights = self.gate(x, token_ids)
+        if tap is not None:
+            tap("router_idx", experts)
+            tap("router_w", weights)
+        if num_tokens is None:
+            routed = self.experts.dense(x, experts, weights)
+        else:
+            routed = self.experts.grouped(x, experts, weights, num_tokens)
+        return (routed + self.shared_experts(x)).astype(x.dtype)

@@ -1,0 +1,54 @@
+"""Rotary embedding on the last channels of a vector, interleaved pairs, float32 (spec 2.4)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsjax.config import LayerKind, ModelConfig
+
+CosSin = tuple[jax.Array, jax.Array]  # each [..., r/2], float32
+
+
+def frequencies(config: ModelConfig, kind: LayerKind) -> np.ndarray:
+    """Angular frequencies [r/2] of a layer: the main table for sliding layers, the compress table for the others.
+
+    The compress table is YaRN's at every length, with truncated correction dims, as the released code has it.
+    """
+    r = config.qk_rope_head_dim
+    base = config.rope_theta if kind is LayerKind.SLIDING else config.compress_rope_theta
+    freq = base ** (-np.arange(0, r, 2, dtype=np.float64) / r)
+    yarn = config.yarn
+    if kind is LayerKind.SLIDING or yarn is None:
+        return freq.astype(np.float32)
+
+    def correction_dim(rotations: float) -> float:
+        return r * math.log(yarn.original_max_position_embeddings / (2 * math.pi * rotations)) / (2 * math.log(base))
+
+    low = max(math.floor(correction_dim(yarn.beta_fast)), 0)
+    high = min(math.ceil(correction_dim(yarn.beta_slow)), r - 1)
+    if low == high:
+        high += 0.001  # the release's guard against a division by zero
+    keep = 1 - np.clip((np.arange(r // 2) - low) / (high - low), 0, 1)
+    return (freq / yarn.factor * (1 - keep) + freq * keep).astype(np.float32)
+
+
+def cos_sin(freq: np.ndarray, positions: jax.Array) -> CosSin:
+    """Tables for integer positions [...]: two arrays [..., r/2]."""
+    angle = positions.astype(jnp.float32)[..., None] * freq
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, table: CosSin, *, inverse: bool = False) -> jax.Array:
+    """Rotates the last r channels of x [..., d] by the table's angles (broadcast over the leading axes of x)."""
+    cos, sin = table
+    if inverse:
+        sin = -sin
+    half = cos.shape[-1]
+    pairs = x[..., x.shape[-1] - 2 * half :].astype(jnp.float32).reshape(*x.shape[:-1], half, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(*x.shape[:-1], 2 * half)
+    return jnp.concatenate([x[..., : x.shape[-1] - 2 * half], turned.astype(x.dtype)], axis=-1)

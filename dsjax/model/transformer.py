@@ -1,0 +1,136 @@
+"""The whole network: embedding, blocks around residual streams, head; and the whole-sequence way in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsjax.config import LayerKind, ModelConfig
+from dsjax.model.attention import Attention
+from dsjax.model.mhc import HyperConnection, HyperHead
+from dsjax.model.moe import MoE
+from dsjax.model.mtp import MTP
+from dsjax.model.norm import RMSNorm
+from dsjax.model.param import Linear, normal
+from dsjax.model.rope import CosSin, cos_sin, frequencies
+
+Tap = Callable[[str, jax.Array], None]  # called with (name, value) of inner tensors; for tests and research
+
+
+class Block(nnx.Module):
+    """Attention and mixture of experts, each behind its norm and hyper-connection."""
+
+    def __init__(self, config: ModelConfig, kind: LayerKind, hashed: bool, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hc_attn = HyperConnection(config, rngs)
+        self.hc_ffn = HyperConnection(config, rngs)
+        self.attn = Attention(config, kind, rngs, dtype)
+        self.ffn = MoE(config, hashed, rngs, dtype)
+        self.kind = kind
+
+    def __call__(
+        self,
+        streams: jax.Array,  # [S, T, D]
+        token_ids: jax.Array,  # [T]
+        attend: Callable[[jax.Array], jax.Array],  # normed [T, D] -> [T, D]
+        num_tokens: jax.Array | None = None,
+        tap: Tap | None = None,
+    ) -> jax.Array:
+        x, post, comb = self.hc_attn.read(streams)
+        x = self.attn_norm(x)
+        out = attend(x)
+        if tap is not None:
+            tap("attn_in", x)
+            tap("attn_out", out)
+        streams = self.hc_attn.write(streams, out, post, comb)
+        x, post, comb = self.hc_ffn.read(streams)
+        x = self.ffn_norm(x)
+        out = self.ffn(x, token_ids, num_tokens, tap)
+        if tap is not None:
+            tap("ffn_in", x)
+            tap("ffn_out", out)
+        streams = self.hc_ffn.write(streams, out, post, comb)
+        if tap is not None:
+            tap("streams_out", streams.transpose(1, 0, 2))
+        return streams
+
+
+class Embed(nnx.Module):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = normal(rngs, shape, ("vocab", "embed"), dtype, fan_in=1)
+        self.streams = config.hc_mult
+
+    def __call__(self, token_ids: jax.Array) -> jax.Array:
+        return self.embedding[...][token_ids]
+
+    def as_streams(self, token_ids: jax.Array) -> jax.Array:
+        """[T] -> [S, T, D], every stream a copy."""
+        x = self(token_ids)
+        return jnp.broadcast_to(x, (self.streams, *x.shape))
+
+
+class Transformer(nnx.Module):
+    """DeepSeek-V4. `rngs` draws initial weights; `dtype` stores kernels and is the activations' type."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32, *, with_mtp: bool = False):
+        self.embed = Embed(config, rngs, dtype)
+        self.layers = nnx.List(
+            [
+                Block(config, kind, i < config.num_hash_layers, rngs, dtype)
+                for i, kind in enumerate(config.layer_kinds)
+            ]
+        )
+        self.hc_head = HyperHead(config, rngs)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = Linear(rngs, (config.hidden_size, config.vocab_size), ("embed", "vocab"), dtype)
+        if with_mtp:
+            self.mtp = MTP(config, Block(config, LayerKind.SLIDING, False, rngs, dtype), rngs, dtype)
+        self.config = config
+
+    def tables(self, positions: jax.Array) -> dict[LayerKind, CosSin]:
+        """cos/sin of the rotary embedding at positions [T], for each kind of layer the model has."""
+        kinds = {LayerKind.SLIDING, *self.config.layer_kinds}  # the MTP block is a sliding layer
+        return {kind: cos_sin(frequencies(self.config, kind), positions) for kind in kinds}
+
+    def logits(self, streams: jax.Array, tap: Tap | None = None) -> jax.Array:
+        """Last streams [S, T, D] -> logits [T, V] float32."""
+        y = self.hc_head(streams)
+        x = self.norm(y)
+        if tap is not None:
+            tap("hc_head_out", y)
+            tap("final_norm_out", x)
+        return self.head(x, jnp.float32)
+
+    def streams(self, token_ids: jax.Array, tap: Tap | None = None) -> jax.Array:
+        """One whole sequence [S_len] from position 0 -> the last streams [S, S_len, D]."""
+        tables = self.tables(jnp.arange(token_ids.shape[0]))
+        x = self.embed.as_streams(token_ids)
+        if tap is not None:
+            tap("embed", x[0])
+        for i, block in enumerate(self.layers):
+            inner = None if tap is None else lambda name, value, i=i: tap(f"L{i}.{name}", value)
+            table = tables[block.kind]
+            x = block(x, token_ids, lambda h, b=block, t=table, p=inner: b.attn.full(h, t, p), None, inner)
+        return x
+
+    def __call__(self, token_ids: jax.Array, tap: Tap | None = None) -> jax.Array:
+        """Whole-sequence, differentiable forward: [S_len] or [B, S_len] ids -> logits [..., V] float32."""
+        if token_ids.ndim == 2:
+            return jax.vmap(self)(token_ids)
+        return self.logits(self.streams(token_ids, tap), tap)
+
+    def mtp_logits(self, streams: jax.Array, token_ids: jax.Array) -> jax.Array:
+        """Draft logits [S_len - 1, V]: row j, from streams j and token j + 1, predicts token j + 2.
+
+        streams [S, S_len, D] as `streams` returns them; token_ids [S_len].
+        """
+        following = token_ids[1:]
+        x = self.mtp.inputs(streams[:, :-1], self.embed(following))
+        table = self.tables(jnp.arange(following.shape[0]))[LayerKind.SLIDING]
+        x = self.mtp.block(x, following, lambda h: self.mtp.block.attn.full(h, table))
+        return self.head(self.mtp.outputs(x), jnp.float32)

@@ -1,0 +1,172 @@
+"""Requests, sampling parameters and the events a request produces.  [no jax]
+
+A `Request` is owned by the scheduler: nobody else writes its fields after `Engine.add`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dsjax.errors import RequestError, invalid
+
+MAX_LOGPROBS = 20  # vLLM's default for --max_logprobs; the width of the step's top-logprob output
+MAX_STOP_STRINGS = 16  # a bound on host work a token; OpenAI allows 4
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # queued, or preempted and queued again
+    RUNNING = "running"  # holds a slot and pages
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop; names and defaults are vLLM's.
+
+    `temperature` 0 is greedy. `top_k` 0 or -1 keeps the whole vocabulary. `seed` makes a request
+    reproducible in any company: its random numbers depend on (seed, position) alone. `max_tokens`
+    None means as many as `max_model_len` leaves. `logprobs`/`prompt_logprobs` ask for that many
+    of the most likely tokens besides the chosen one.
+    Raises RequestError(INVALID_ARGUMENT) for a value outside its range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+        def check(name: str, ok: bool, limit: str) -> None:
+            if not ok:
+                raise invalid(f"{name}={getattr(self, name)!r} is not allowed: {limit}")
+
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            check(name, math.isfinite(getattr(self, name)), "it must be a finite number")
+        check("n", 1 <= self.n <= 128, "it must be in [1, 128]")
+        check("temperature", self.temperature >= 0, "it must be 0 (greedy) or more")
+        check("top_p", 0 < self.top_p <= 1, "it must be in (0, 1]")
+        check("top_k", self.top_k >= -1, "it must be 0 or -1 (all tokens) or the number of tokens to keep")
+        check("min_p", 0 <= self.min_p <= 1, "it must be in [0, 1]")
+        check("presence_penalty", -2 <= self.presence_penalty <= 2, "it must be in [-2, 2]")
+        check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "it must be in [-2, 2]")
+        check("repetition_penalty", self.repetition_penalty > 0, "it must be more than 0 (1 is none)")
+        check("min_tokens", self.min_tokens >= 0, "it must be 0 or more")
+        check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "it must be 1 or more, or absent")
+        check(
+            "min_tokens",
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"it must be at most max_tokens={self.max_tokens}",
+        )
+        check("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings")
+        check("stop", all(self.stop), "a stop string must not be empty")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            check(name, value is None or 0 <= value <= MAX_LOGPROBS, f"it must be in [0, {MAX_LOGPROBS}]")
+        for token, bias in self.logit_bias.items():
+            if token < 0 or math.isnan(bias) or bias == math.inf:
+                raise invalid(f"logit_bias[{token}]={bias} is not allowed: the token must be an id and the bias a number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position: of the token itself, and of the most likely ones."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = most likely
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """One sequence to complete (one of `params.n`), with the scheduler's bookkeeping below the line."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str = ""
+    arrival_s: float = 0.0  # time.monotonic
+    deadline_s: float | None = None  # time.monotonic; None is no deadline
+    index: int = 0  # which of params.n
+    parent_id: str = ""  # the id the caller knows; set by Engine.add
+
+    # --- owned by the scheduler -------------------------------------------------------------
+    status: Status = Status.WAITING
+    token_ids: list[int] = field(default_factory=list)  # prompt + output known on the host
+    num_pending: int = 0  # sampled on the device, not yet read
+    num_computed: int = 0  # tokens whose cache entries were written by a dispatched step
+    num_cached: int = 0  # prompt tokens that came from the prefix cache when first scheduled
+    slot: int = -1  # row slot on the device, held while RUNNING
+    num_preemptions: int = 0
+    sibling: Request | None = None  # for n > 1: wait until this one's prompt is in the cache
+    seed: int = 0  # resolved: params.seed + index, or drawn once at add
+
+    def __post_init__(self):
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_token_ids)
+        if not self.parent_id:
+            self.parent_id = self.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it has, counting those sampled but not yet read."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEvent:
+    """What one step added to one sequence. The last event of a sequence has `finish_reason` or `error`."""
+
+    request_id: str  # the caller's id
+    index: int = 0
+    token_ids: tuple[int, ...] = ()  # new ids
+    text: str = ""  # new visible text; "" while a character or a possible stop string is incomplete
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each new id, if asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # once, on the first event; [0] is None
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    error: RequestError | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
