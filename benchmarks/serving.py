@@ -1,0 +1,228 @@
+"""Measures serving: latency and throughput of a workload, offline (the engine in this process) or over gRPC.
+
+    python -m benchmarks.serving --model=DIR --workload=workload.json --set scheduler.max_num_seqs=8
+    python -m benchmarks.serving --backend=grpc --address=127.0.0.1:50051 --num_prompts=64 --request_rate=4
+
+Prints the lines of `vllm bench serve` and, with --output, appends one JSON line a run with the same field names, the
+resolved configuration, the machine and the versions. A run never sees another's prefixes, unless --reuse_prefix_cache.
+Exits 1 if any request failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from absl import app, flags
+from tqdm import tqdm
+
+from benchmarks import machine, metrics, workloads
+from benchmarks.metrics import Record
+from benchmarks.workloads import WorkItem
+
+BACKEND = flags.DEFINE_enum(
+    "backend", "offline", ["offline", "grpc"], "The engine in this process, or a running server."
+)
+ADDRESS = flags.DEFINE_string("address", "127.0.0.1:50051", "The server of --backend=grpc.")
+SERVER_PID = flags.DEFINE_integer("server_pid", 0, "With grpc: the process whose CPU time is reported; 0 reports none.")
+MODEL = flags.DEFINE_string("model", "dsjax-nano", "With offline: the checkpoint folder, or the embedded model.")
+SET = flags.DEFINE_multi_string("set", [], "With offline: a field of EngineConfig, e.g. scheduler.max_num_seqs=8.")
+WORKLOAD = flags.DEFINE_string("workload", "", "A workload file; without it requests are random.")
+NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 32, "Random requests, or how many of the workload file; 0 is all.")
+INPUT_LEN = flags.DEFINE_integer("random_input_len", 256, "Mean prompt length of random requests.")
+OUTPUT_LEN = flags.DEFINE_integer("random_output_len", 64, "Mean answer length of random requests.")
+RANGE_RATIO = flags.DEFINE_float("random_range_ratio", 0.0, "Random lengths lie within (1 +- this) of the mean.")
+PREFIX_LEN = flags.DEFINE_integer("random_prefix_len", 0, "Tokens that all random prompts begin with.")
+SAVE_WORKLOAD = flags.DEFINE_string("save_workload", "", "Writes what is sent as a workload file.")
+SEED = flags.DEFINE_integer("seed", 0, "Of random requests and arrival times.")
+REQUEST_RATE = flags.DEFINE_float("request_rate", math.inf, "Requests a second, Poisson; inf sends all at once.")
+MAX_CONCURRENCY = flags.DEFINE_integer("max_concurrency", 0, "Requests in flight at most; 0 is no limit.")
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
+IGNORE_EOS = flags.DEFINE_bool("ignore_eos", True, "Every answer has exactly its max_tokens.")
+RUNS = flags.DEFINE_integer("runs", 1, "How often to send the workload.")
+NUM_WARMUPS = flags.DEFINE_integer("num_warmups", 4, "Requests sent before the first run, with 4 tokens each.")
+REUSE_PREFIX_CACHE = flags.DEFINE_bool("reuse_prefix_cache", False, "All runs share one cache salt.")
+REF = flags.DEFINE_string("ref", "", "JSON {id: [tokens]}: count the answers that equal it.")
+LABEL = flags.DEFINE_string("label", "", "A name for this configuration, stored in the result.")
+OUTPUT = flags.DEFINE_string("output", "", "Append one JSON line a run to this file.")
+SAVE_DETAILED = flags.DEFINE_bool("save_detailed", False, "Store each request's lengths and times in the result.")
+
+
+class Target(Protocol):
+    """What is measured."""
+
+    vocab_size: int
+    model_id: str
+    config: dict[str, Any]  # resolved, {dotted path: value}
+
+    def send(self, items: Sequence[WorkItem], arrivals: list[float], salt: str, tick: Callable[[], object]) -> Sent: ...
+    def cpu_s(self) -> float | None: ...
+
+
+Sent = tuple[list[Record], float]
+
+
+class Offline:
+    """An engine in this process, warmed up."""
+
+    def __init__(self):
+        from benchmarks import offline
+        from dsjax.config import EngineConfig, field_paths, override
+        from dsjax.engine import Engine
+        from dsjax.request import SamplingParams
+
+        config = EngineConfig(model=MODEL.value)
+        for assignment in SET.value:
+            path, _, value = assignment.partition("=")
+            config = override(config, path, value)
+        self.engine = Engine.from_config(config, progress=True)
+        self.engine.warm_up(progress=True)
+        self.vocab_size = self.engine.model_config.vocab_size
+        self.model_id = config.model
+        self.config = field_paths(self.engine.config)
+        self._run, self._params = offline.run, SamplingParams
+
+    def send(self, items: Sequence[WorkItem], arrivals: list[float], salt: str, tick: Callable[[], object]) -> Sent:
+        def params(item: WorkItem):
+            return self._params(temperature=TEMPERATURE.value, max_tokens=item.max_tokens, ignore_eos=IGNORE_EOS.value)
+
+        return self._run(
+            self.engine,
+            items,
+            arrivals=arrivals,
+            max_concurrency=MAX_CONCURRENCY.value or None,
+            params=params,
+            cache_salt=salt,
+            on_finish=tick,
+        )
+
+    def cpu_s(self) -> float | None:
+        return time.process_time()
+
+
+class Grpc:
+    """A running server."""
+
+    def __init__(self):
+        from benchmarks import online
+
+        server, model = asyncio.run(online.server_info(ADDRESS.value))
+        self.vocab_size = model.vocab_size
+        self.model_id = model.model
+        self.config = json.loads(server.config_json or "{}")
+        self._run, self._params = online.run, online.pb.SamplingParams
+
+    def send(self, items: Sequence[WorkItem], arrivals: list[float], salt: str, tick: Callable[[], object]) -> Sent:
+        def params(item: WorkItem):
+            return self._params(temperature=TEMPERATURE.value, max_tokens=item.max_tokens, ignore_eos=IGNORE_EOS.value)
+
+        return asyncio.run(
+            self._run(
+                ADDRESS.value,
+                items,
+                arrivals=arrivals,
+                max_concurrency=MAX_CONCURRENCY.value or None,
+                params=params,
+                cache_salt=salt,
+                on_finish=tick,
+            )
+        )
+
+    def cpu_s(self) -> float | None:
+        return machine.cpu_time_s(SERVER_PID.value) if SERVER_PID.value else None
+
+
+def work(vocab_size: int) -> list[WorkItem]:
+    """The requests that the flags ask for."""
+    if WORKLOAD.value:
+        items = workloads.load(WORKLOAD.value)
+        given = flags.FLAGS["num_prompts"].present
+        return items[: NUM_PROMPTS.value] if given and NUM_PROMPTS.value else items
+    return workloads.make_random(
+        num_prompts=NUM_PROMPTS.value,
+        input_len=INPUT_LEN.value,
+        output_len=OUTPUT_LEN.value,
+        vocab_size=vocab_size,
+        range_ratio=RANGE_RATIO.value,
+        prefix_len=PREFIX_LEN.value,
+        seed=SEED.value,
+    )
+
+
+def measure(target: Target, items: list[WorkItem], run: int, salt: str) -> dict[str, Any]:
+    """Sends the workload once; the result as it is stored."""
+    arrivals = workloads.arrival_times(len(items), REQUEST_RATE.value, SEED.value)
+    cpu_before = target.cpu_s()
+    with tqdm(total=len(items), desc=f"run {run + 1}/{RUNS.value}", unit="req") as bar:
+        records, duration = target.send(items, arrivals, salt, bar.update)
+    cpu_after = target.cpu_s()
+    result: dict[str, Any] = {
+        **machine.describe(),
+        "backend": f"dsjax-{BACKEND.value}",
+        "label": LABEL.value,
+        "model_id": target.model_id,
+        "num_prompts": len(items),
+        "request_rate": "inf" if math.isinf(REQUEST_RATE.value) else REQUEST_RATE.value,
+        "max_concurrency": MAX_CONCURRENCY.value or None,
+        "run": run,
+        "workload": WORKLOAD.value or "random",
+        **metrics.summarize(records, duration),
+    }
+    if cpu_before is not None and cpu_after is not None:
+        result["cpu_s"] = cpu_after - cpu_before
+        result["output_tokens_per_cpu_s"] = result["total_output_tokens"] / max(result["cpu_s"], 1e-9)
+    if REF.value:
+        result |= metrics.compare(records, json.loads(Path(REF.value).read_text(encoding="utf-8")))
+    if SAVE_DETAILED.value:
+        result |= metrics.details(records)
+    result["error_examples"] = sorted({r.error for r in records if r.error})[:3]
+    result["config"] = target.config
+    return result
+
+
+def run_all(argv: Sequence[str]) -> int:
+    """Measures what the flags describe. Returns the exit code."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}: everything is a flag")
+    target: Target = Offline() if BACKEND.value == "offline" else Grpc()
+    items = work(target.vocab_size)
+    if SAVE_WORKLOAD.value:
+        workloads.save(SAVE_WORKLOAD.value, items)
+    salt = f"bench-{os.getpid()}-{time.time_ns()}"
+    warm = [WorkItem(id=i.id, prompt=i.prompt, max_tokens=min(4, i.max_tokens)) for i in items[: NUM_WARMUPS.value]]
+    if warm:
+        target.send(warm, [0.0] * len(warm), salt + "-warm", lambda: None)
+    failed = 0
+    for run in range(RUNS.value):
+        result = measure(target, items, run, salt if REUSE_PREFIX_CACHE.value else f"{salt}-{run}")
+        print(metrics.report(result))
+        for error in result["error_examples"]:
+            print(f"error: {error}")
+        failed += result["failed"]
+        if OUTPUT.value:
+            with open(OUTPUT.value, "a", encoding="utf-8") as file:
+                file.write(json.dumps(result, default=str) + "\n")
+    return 1 if failed else 0
+
+
+def underscores(argv: Sequence[str]) -> list[str]:
+    """Accepts --max-concurrency as --max_concurrency; values keep their dashes."""
+    out = []
+    for arg in argv:
+        name, equals, value = arg.partition("=")
+        out.append("--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else arg)
+    return out
+
+
+def main() -> None:
+    app.run(run_all, flags_parser=lambda argv: flags.FLAGS(underscores(argv)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What a measurement sends: requests from a workload file, random ones, and when each one arrives.  [no jax]
+
+A workload file is a JSON list of {"id": int, "prompt": [token ids], "max_tokens": int}, so that other engines can be
+given exactly the same work.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkItem:
+    """One request: its name in the workload, its prompt and how many tokens to make."""
+
+    id: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+
+
+def load(path: str | Path) -> list[WorkItem]:
+    """Reads a workload file. Raises ValueError naming the entry and the field that cannot be used."""
+    entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    items = []
+    for position, entry in enumerate(entries):
+        for name in ("id", "prompt", "max_tokens"):
+            if name not in entry:
+                raise ValueError(f"{path}: entry {position} lacks {name!r}")
+        if not entry["prompt"] or entry["max_tokens"] < 1:
+            raise ValueError(
+                f"{path}: entry {position} needs a prompt of at least 1 token and max_tokens of at least 1"
+            )
+        items.append(WorkItem(id=entry["id"], prompt=tuple(entry["prompt"]), max_tokens=entry["max_tokens"]))
+    if len({item.id for item in items}) != len(items):
+        raise ValueError(f"{path}: ids are not unique")
+    return items
+
+
+def save(path: str | Path, items: Sequence[WorkItem]) -> None:
+    """Writes a workload file that `load` reads back to equal items."""
+    entries = [{"id": item.id, "prompt": list(item.prompt), "max_tokens": item.max_tokens} for item in items]
+    Path(path).write_text(json.dumps(entries), encoding="utf-8")
+
+
+def make_random(
+    *,
+    num_prompts: int,
+    input_len: int,
+    output_len: int,
+    vocab_size: int,
+    range_ratio: float = 0.0,
+    prefix_len: int = 0,
+    seed: int = 0,
+    first_id: int = 3,
+) -> list[WorkItem]:
+    """Random token ids in [first_id, vocab_size), so that the special tokens at the start are left out.
+
+    Lengths are drawn evenly from [len * (1 - range_ratio), len * (1 + range_ratio)], as in vLLM's random data set;
+    `prefix_len` further tokens at the start are the same in every prompt.
+    """
+    if not 0 <= range_ratio < 1:
+        raise ValueError(f"range_ratio={range_ratio} must be in [0, 1)")
+    rng = np.random.default_rng(seed)
+
+    def lengths(mean: int) -> list[int]:
+        low, high = max(1, math.floor(mean * (1 - range_ratio))), math.ceil(mean * (1 + range_ratio))
+        return rng.integers(low, high + 1, size=num_prompts).tolist()
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(rng.integers(first_id, vocab_size, size=count).tolist())
+
+    inputs, outputs, prefix = lengths(input_len), lengths(output_len), tokens(prefix_len)
+    return [
+        WorkItem(id=i, prompt=prefix + tokens(n), max_tokens=m)
+        for i, (n, m) in enumerate(zip(inputs, outputs, strict=True))
+    ]
+
+
+def arrival_times(num: int, request_rate: float, seed: int = 0) -> list[float]:
+    """Seconds from the start at which each of `num` requests arrives: all 0 at an infinite rate, else Poisson."""
+    if not request_rate > 0:
+        raise ValueError(f"request_rate={request_rate} must be more than 0 requests a second, or inf")
+    if math.isinf(request_rate):
+        return [0.0] * num
+    gaps = np.random.default_rng(seed).exponential(1.0 / request_rate, size=num)
+    # the first request arrives at once, so that a low rate does not begin with an idle machine
+    return np.concatenate([[0.0], np.cumsum(gaps)[:-1]]).tolist() if num else []

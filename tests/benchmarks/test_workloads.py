@@ -1,0 +1,75 @@
+"""Workload files, random requests and arrival times."""
+
+import itertools
+import json
+import math
+
+import pytest
+
+from benchmarks.workloads import WorkItem, arrival_times, load, make_random, save
+
+
+def test_file_round_trip(tmp_path):
+    items = [WorkItem(id=7, prompt=(3, 4, 5), max_tokens=2), WorkItem(id=0, prompt=(9,), max_tokens=64)]
+    save(tmp_path / "w.json", items)
+    assert json.loads((tmp_path / "w.json").read_text())[0] == {"id": 7, "prompt": [3, 4, 5], "max_tokens": 2}
+    assert load(tmp_path / "w.json") == items
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([{"id": 0, "prompt": [1]}], "entry 0 lacks 'max_tokens'"),
+        ([{"id": 0, "prompt": [], "max_tokens": 1}], "entry 0 needs a prompt of at least 1 token"),
+        ([{"id": 0, "prompt": [1], "max_tokens": 0}], "max_tokens of at least 1"),
+        ([{"id": 0, "prompt": [1], "max_tokens": 1}] * 2, "ids are not unique"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, entries, message):
+    path = tmp_path / "w.json"
+    path.write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=message):
+        load(path)
+
+
+def test_random_lengths_and_ids():
+    items = make_random(num_prompts=50, input_len=10, output_len=4, vocab_size=20, range_ratio=0.5, seed=1)
+    assert [item.id for item in items] == list(range(50))
+    assert {len(item.prompt) for item in items} == set(range(5, 16))
+    assert {item.max_tokens for item in items} == set(range(2, 7))
+    assert {token for item in items for token in item.prompt} == set(range(3, 20))
+
+
+def test_random_is_a_function_of_the_seed():
+    def make(seed):
+        return make_random(num_prompts=4, input_len=8, output_len=2, vocab_size=100, seed=seed)
+
+    assert make(5) == make(5)
+    assert make(5) != make(6)
+    assert [(len(item.prompt), item.max_tokens) for item in make(5)] == [(8, 2)] * 4
+
+
+def test_random_prefix_is_shared():
+    items = make_random(num_prompts=3, input_len=4, output_len=1, vocab_size=100, prefix_len=6, seed=0)
+    assert {len(item.prompt) for item in items} == {10}
+    assert len({item.prompt[:6] for item in items}) == 1
+    assert len({item.prompt[6:] for item in items}) == 3
+
+
+def test_arrivals_at_an_infinite_rate_are_all_at_once():
+    assert arrival_times(3, math.inf) == [0.0, 0.0, 0.0]
+
+
+def test_arrivals_are_poisson():
+    times = arrival_times(20_001, 4.0, seed=2)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert times[0] == 0.0
+    assert min(gaps) > 0
+    assert sum(gaps) / len(gaps) == pytest.approx(0.25, rel=0.03)  # 20,000 gaps: 4 standard errors
+    assert times == arrival_times(20_001, 4.0, seed=2)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan])
+def test_a_rate_must_be_positive(rate):
+    with pytest.raises(ValueError, match="request_rate"):
+        arrival_times(3, rate)
