@@ -1,0 +1,390 @@
+"""Who holds which page and slot: admits, extends and releases requests, and keeps what they leave behind.  [no jax]
+
+A plan (one engine step) goes: `release`/`admit`/`extend` as the schedule wants, `take_copies`, dispatch, then
+`computed` for every request of the step. The device does all copies of a plan first, **reading every source before
+writing any destination**, and then the step's own writes. So a source may be freed, handed out again and overwritten
+by the same plan, and may be the destination of another copy; no destination occurs twice. A source is never a page
+that an earlier copy of the same plan fills: such a chain is resolved to its first source when it is planned.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dsjax.cache.pool import PagePool
+from dsjax.cache.prefix import Node, PrefixIndex, PrefixMatch, UnitHashes
+from dsjax.cache.spec import CacheSpec, EntryKind
+
+NO_BOUNDARY = sys.maxsize
+SHORT_PROMPT_UNITS = 8  # prompts up to this many units leave a snapshot on each
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Page (all layers; CSA's also in the INDEX_KEY array) or, for STATE, slot `src` to `dst`."""
+
+    kind: EntryKind
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What a request starts with."""
+
+    slot: int  # row slot
+    num_cached: int  # tokens that need no computing
+    num_shared: int  # tokens whose compressed entries exist: must not be written again
+
+
+@dataclass(eq=False, kw_only=True)
+class RequestCache:
+    """The pages and slot of a running request. Read by the scheduler and the runner, written by the manager alone."""
+
+    request_id: str
+    slot: int
+    num_cached: int
+    num_shared: int  # entries below num_shared // ratio are in place: the runner drops writes to them
+    num_computed: int  # tokens that dispatched steps (or the prefix cache) cover
+    tables: dict[EntryKind, np.ndarray]  # int32 [table_width] page ids; num_pages (out of range) where there is none
+    pages: dict[EntryKind, list[int]]  # compressed pages by index
+    window: dict[int, int]  # logical page (position // entries_per_page) -> page id, ascending
+    hashes: UnitHashes
+    caches_prefix: bool
+    node: Node | None = None  # of the last unit registered
+    num_units: int = 0  # registered
+    boundary: int = NO_BOUNDARY  # where the next snapshot is due
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Pages that an extension allocates."""
+
+    compressed: dict[EntryKind, int] = field(default_factory=dict)
+    window: tuple[int, ...] = ()  # logical pages
+
+
+class CacheManager:
+    """The one owner of pages and slots."""
+
+    def __init__(self, spec: CacheSpec):
+        self.spec = spec
+        self.pools = {kind: PagePool(spec.kinds[kind].num_pages) for kind in spec.pool_kinds}
+        self.prefix = PrefixIndex(spec, self.pools)
+        self._window = spec.kinds[EntryKind.WINDOW]
+        self._requests: dict[str, RequestCache] = {}
+        self._free_slots = deque(range(spec.num_slots))
+        self._copies: dict[tuple[EntryKind, int], int] = {}  # (kind, destination) -> source
+
+    # --- reading -------------------------------------------------------------------------------
+
+    @property
+    def num_total(self) -> int:
+        """Pages of all pools."""
+        return sum(pool.num_pages for pool in self.pools.values())
+
+    @property
+    def num_free(self) -> int:
+        return sum(pool.num_free for pool in self.pools.values())
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that only the prefix cache holds: free as soon as someone wants them."""
+        return sum(pool.num_cached for pool in self.pools.values())
+
+    @property
+    def usage(self) -> float:
+        """In [0, 1]: the part of the fullest pool that requests hold."""
+        return max(pool.num_used / pool.num_pages for pool in self.pools.values())
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def request(self, request_id: str) -> RequestCache:
+        """The running request's pages; KeyError if it is not running."""
+        return self._requests[request_id]
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens, prompt and output, can run when alone."""
+        return num_tokens <= self.spec.max_request_tokens
+
+    def match(self, tokens: Sequence[int], salt: str) -> PrefixMatch:
+        """What `admit` would find; changes nothing."""
+        return self.prefix.match(tokens, UnitHashes(salt, self.spec.unit_tokens))
+
+    # --- admitting and extending -------------------------------------------------------------------
+
+    def admit(
+        self, request_id: str, tokens: Sequence[int], salt: str, use_prefix_cache: bool, num_first_tokens: int
+    ) -> Admission | None:
+        """Gives the request a slot and what the prefix cache has of `tokens` (all it has so far, at least one).
+
+        None, and nothing changed, if no slot is free or the pages for `num_first_tokens` tokens after the hit are
+        not to be had. After an Admission, `extend` by up to that many succeeds if called before other requests'.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id!r} is running already")
+        if not self._free_slots:
+            return None
+        caches_prefix = use_prefix_cache and self.spec.num_snapshots > 0
+        hashes = UnitHashes(salt, self.spec.unit_tokens)
+        match = self.prefix.match(tokens, hashes) if caches_prefix else PrefixMatch()
+        request = RequestCache(
+            request_id=request_id,
+            slot=self._free_slots[0],
+            num_cached=match.num_tokens,
+            num_shared=match.num_shared,
+            num_computed=match.num_tokens,
+            tables=self._empty_tables(),
+            pages={kind: list(match.pages.get(kind, ())) for kind in self.spec.compressed_kinds},
+            window=dict(match.snapshot.pages[EntryKind.WINDOW]) if match.snapshot else {},
+            hashes=hashes,
+            caches_prefix=caches_prefix,
+        )
+        copies = self._take_partial(request)
+        self._retain(request)
+        need = self._need(request, min(len(tokens), match.num_tokens + max(1, num_first_tokens)))
+        # The copied page is the first of those needed, unless the shared entries reach beyond the first chunk.
+        wanted = {kind: max(self._num_needed(need, kind), kind in copies) for kind in self.pools}
+        if any(wanted[kind] > pool.num_available for kind, pool in self.pools.items()):
+            self._release_pages(request)
+            return None
+        self._free_slots.popleft()
+        self._requests[request_id] = request
+        self.prefix.touch(match)
+        # Sources are resolved before pages are allocated: a source may be evicted and handed out for its own copy.
+        sources = {kind: self._source(kind, page) for kind, (_, page) in copies.items()}
+        for kind, (index, _) in copies.items():
+            (page,) = self._allocate(kind, 1)
+            self._put(request, kind, index, page)
+            self._add_copy(kind, sources[kind], page)
+        for kind, pages in request.pages.items():
+            request.tables[kind][: len(pages)] = pages
+        for logical, page in request.window.items():
+            request.tables[EntryKind.WINDOW][logical % self._window.table_width] = page
+        if match.snapshot:
+            self._add_copy(EntryKind.STATE, self._source(EntryKind.STATE, match.snapshot.slot), request.slot)
+        else:
+            self._copies.pop((EntryKind.STATE, request.slot), None)  # of a request that came and went in this plan
+        return Admission(slot=request.slot, num_cached=match.num_tokens, num_shared=match.num_shared)
+
+    def _empty_tables(self) -> dict[EntryKind, np.ndarray]:
+        kinds = (self.spec.kinds[kind] for kind in self.pools)
+        return {spec.kind: np.full(spec.table_width, spec.num_pages, np.int32) for spec in kinds}
+
+    def _take_partial(self, request: RequestCache) -> dict[EntryKind, tuple[int, int]]:
+        """Removes the shared pages that the request will write to; returns {pool: (page index, page id)} to copy."""
+        copies: dict[EntryKind, tuple[int, int]] = {}
+        for kind, pages in request.pages.items():
+            spec = self.spec.kinds[kind]
+            if spec.num_entries(request.num_shared) % spec.entries_per_page:
+                copies[kind] = len(pages) - 1, pages.pop()
+        if request.window and request.num_cached % self._window.entries_per_page:
+            copies[EntryKind.WINDOW] = request.window.popitem()
+        return copies
+
+    def _retain(self, request: RequestCache) -> None:
+        for kind, pages in request.pages.items():
+            for page in pages:
+                self.pools[kind].retain(page)
+        for page in request.window.values():
+            self.pools[EntryKind.WINDOW].retain(page)
+
+    def extend(self, request_id: str, num_tokens_total: int) -> bool:
+        """Makes room for the entries and window rows of all tokens below `num_tokens_total`.
+
+        False if pages are missing even with the prefix cache emptied; then nothing was allocated or evicted.
+        Window pages that the next token no longer sees are given back either way.
+        """
+        request = self._requests[request_id]
+        if num_tokens_total - request.num_computed > self.spec.max_chunk_tokens:
+            raise ValueError(
+                f"a chunk of {num_tokens_total - request.num_computed} tokens is more than "
+                f"max_chunk_tokens={self.spec.max_chunk_tokens}"
+            )
+        self._free_behind_window(request)
+        need = self._need(request, num_tokens_total)
+        if any(self._num_needed(need, kind) > pool.num_available for kind, pool in self.pools.items()):
+            return False
+        for kind, num in need.compressed.items():
+            for page in self._allocate(kind, num):
+                self._put(request, kind, len(request.pages[kind]), page)
+        if need.window:
+            for logical, page in zip(need.window, self._allocate(EntryKind.WINDOW, len(need.window)), strict=True):
+                self._put(request, EntryKind.WINDOW, logical, page)
+        return True
+
+    def _need(self, request: RequestCache, num_tokens: int) -> _Need:
+        compressed = {}
+        for kind, pages in request.pages.items():
+            missing = self.spec.kinds[kind].num_table_pages(num_tokens) - len(pages)
+            if missing > 0:
+                compressed[kind] = missing
+        rows = self._window.entries_per_page
+        first = max(0, request.num_computed - (self._window.window or 0) + 1) // rows
+        wanted = range(max(first, next(reversed(request.window), first - 1) + 1), -(-num_tokens // rows))
+        return _Need(compressed, tuple(wanted))
+
+    @staticmethod
+    def _num_needed(need: _Need, kind: EntryKind) -> int:
+        return len(need.window) if kind is EntryKind.WINDOW else need.compressed.get(kind, 0)
+
+    def _allocate(self, kind: EntryKind, num: int) -> list[int]:
+        self.prefix.make_free(kind, num)
+        pages = self.pools[kind].allocate(num)
+        for page in pages:
+            self._copies.pop((kind, page), None)  # planned for whoever held the page before
+        return pages
+
+    def _put(self, request: RequestCache, kind: EntryKind, index: int, page: int) -> None:
+        if kind is EntryKind.WINDOW:
+            request.window[index] = page
+            request.tables[kind][index % self._window.table_width] = page
+        else:
+            request.pages[kind].append(page)
+            request.tables[kind][index] = page
+
+    def _free_behind_window(self, request: RequestCache) -> None:
+        first = max(0, request.num_computed - (self._window.window or 0) + 1) // self._window.entries_per_page
+        while request.window and (logical := next(iter(request.window))) < first:
+            self.pools[EntryKind.WINDOW].release(request.window.pop(logical))
+            request.tables[EntryKind.WINDOW][logical % self._window.table_width] = self._window.num_pages
+
+    # --- leaving something for later requests --------------------------------------------------------
+
+    def next_boundary(self, request_id: str, num_computed: int, num_prompt_tokens: int) -> int:
+        """Where the chunk that begins at `num_computed` must end at the latest, so that a snapshot can be taken there.
+
+        `num_prompt_tokens` counts what is to be prefilled (of a preempted request also its output so far).
+        NO_BOUNDARY beyond it, and for requests without prefix caching.
+        """
+        request = self._requests[request_id]
+        request.boundary = NO_BOUNDARY
+        if not request.caches_prefix or num_computed >= num_prompt_tokens:
+            return NO_BOUNDARY
+        unit = self.spec.unit_tokens
+        is_short = num_prompt_tokens <= SHORT_PROMPT_UNITS * unit
+        interval = unit if is_short else self.spec.snapshot_interval_tokens
+        points = (
+            request.num_shared // unit * unit,  # another prompt branched off here
+            (num_computed // interval + 1) * interval,
+            (num_prompt_tokens - 1) // unit * unit,  # what the same prompt hits next time
+            num_prompt_tokens,
+        )
+        request.boundary = min(point for point in points if point > num_computed)
+        return request.boundary
+
+    def computed(self, request_id: str, tokens: Sequence[int], num_computed: int) -> Copy | None:
+        """Notes that a dispatched step covers the request's first `num_computed` tokens.
+
+        `tokens` are those the host knows, perhaps fewer. Registers complete units, and at a boundary takes a
+        snapshot; returns the STATE copy for that, which is also among the next plan's copies.
+        """
+        request = self._requests[request_id]
+        request.num_computed = num_computed
+        if not request.caches_prefix:
+            return None
+        self._register(request, tokens, num_computed)
+        if num_computed == request.boundary:
+            return self._snapshot(request, tokens)
+        return None
+
+    def _register(self, request: RequestCache, tokens: Sequence[int], num_computed: int, again: bool = False) -> None:
+        num_units = min(len(tokens), num_computed) // self.spec.unit_tokens
+        if num_units > request.num_units or (again and num_units and not (request.node and request.node.alive)):
+            request.hashes.extend(tokens, num_units)
+            request.node = self.prefix.add_units(request.hashes, num_units, request.node, request.pages)
+            request.num_units = num_units
+
+    def _snapshot(self, request: RequestCache, tokens: Sequence[int]) -> Copy | None:
+        num_tokens, unit = request.num_computed, self.spec.unit_tokens
+        if not 0 < num_tokens <= len(tokens):
+            return None  # the newest token is still on the device
+        num_units = num_tokens // unit
+        request.hashes.extend(tokens, num_units)
+        node = self.prefix.add_units(request.hashes, num_units, request.node, request.pages)
+        request.node, request.num_units = node, num_units
+        tail = tuple(tokens[num_units * unit : num_tokens])
+        if self.prefix.find_snapshot(node, tail):
+            return None
+        snapshot = self.prefix.add_snapshot(node, tail, request.pages, request.window)
+        if snapshot is None:
+            return None
+        return self._add_copy(EntryKind.STATE, self._source(EntryKind.STATE, request.slot), snapshot.slot)
+
+    # --- releasing -----------------------------------------------------------------------------------
+
+    def release(
+        self, request_id: str, tokens: Sequence[int] | None = None, num_computed: int = 0, snapshot: bool = False
+    ) -> None:
+        """Takes the slot and pages back: the request finished, was aborted or is preempted.
+
+        With `tokens` (which steps up to `num_computed` covered) its complete units stay cached; with `snapshot` also
+        the state after the last token, where the next turn goes on, if `tokens` reach as far as the steps did.
+        """
+        request = self._requests.pop(request_id)
+        if tokens is not None and request.caches_prefix:
+            self._register(request, tokens, min(num_computed, request.num_computed), again=True)
+            if snapshot and num_computed == request.num_computed:
+                self._snapshot(request, tokens)
+        self._release_pages(request)
+        self._free_slots.append(request.slot)
+
+    def _release_pages(self, request: RequestCache) -> None:
+        for kind, pages in request.pages.items():
+            for page in pages:
+                self.pools[kind].release(page)
+        for page in request.window.values():
+            self.pools[EntryKind.WINDOW].release(page)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets everything cached. Running requests go on, and leave nothing: what they computed may be outdated."""
+        self.prefix.clear()
+        for request in self._requests.values():
+            request.caches_prefix = False
+
+    # --- copies ----------------------------------------------------------------------------------------
+
+    def take_copies(self) -> list[Copy]:
+        """The copies to do before the step that is dispatched next; each destination once, see the module's text."""
+        copies = [Copy(kind, src, dst) for (kind, dst), src in self._copies.items()]
+        self._copies.clear()
+        return copies
+
+    def _source(self, kind: EntryKind, src: int) -> int:
+        """Where the content of `src` is before this plan's copies."""
+        return self._copies.get((kind, src), src)
+
+    def _add_copy(self, kind: EntryKind, src: int, dst: int) -> Copy | None:
+        self._copies.pop((kind, dst), None)
+        if src == dst:
+            return None
+        self._copies[kind, dst] = src
+        return Copy(kind, src, dst)
+
+    # --- checking --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """AssertionError unless every page and slot is accounted for once. For tests: looks at everything."""
+        self.prefix.check()
+        for kind, pool in self.pools.items():
+            is_window = kind is EntryKind.WINDOW
+            held = [list(r.window.values()) if is_window else r.pages[kind] for r in self._requests.values()]
+            pool.check((page for pages in held for page in pages), self.prefix.held_pages(kind))
+            spec = self.spec.kinds[kind]
+            for request in self._requests.values():
+                expected = np.full(spec.table_width, spec.num_pages, np.int32)
+                pages = request.window if is_window else dict(enumerate(request.pages[kind]))
+                assert len({index % spec.table_width for index in pages}) == len(pages), "two live pages on one column"
+                for index, page in pages.items():
+                    expected[index % spec.table_width] = page
+                assert (request.tables[kind] == expected).all(), f"{request.request_id}: {kind} table is out of date"
+        slots = sorted([*self._free_slots, *(request.slot for request in self._requests.values())])
+        assert slots == list(range(self.spec.num_slots)), f"row slots: {slots}"
+        assert sum(pool.num_free + pool.num_cached + pool.num_used for pool in self.pools.values()) == self.num_total

@@ -1,0 +1,349 @@
+"""What of earlier requests can be used again: a tree of hashed units, with snapshots on it.  [no jax]
+
+A *node* is a unit of `unit_tokens` tokens after its parent's tokens; it lists the compressed pages that hold the
+entries which that unit completes. A *snapshot* hangs on the node of the last complete unit before position n and adds
+what is needed to go on from n: the window pages, a STATE slot and, for the tokens between the node's end and n (its
+tail), their compressed pages. The root of a salt is a node of no tokens.
+
+Every listed page holds one reference of the prefix cache. Whoever wrote a listed page had, or copied, all entries of
+that page before the listed ones, so along a chain the deepest member that lists a page index has the fullest page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dsjax.cache.pool import PagePool
+from dsjax.cache.spec import CacheSpec, EntryKind
+
+Pages = dict[EntryKind, tuple[tuple[int, int], ...]]  # pool -> (page index in the sequence, page id)
+
+
+@dataclass(eq=False)
+class Node:
+    """One unit of some request's tokens, or (`parent` None) the root of a salt."""
+
+    digest: bytes
+    parent: Node | None
+    depth: int  # units up to and with this one
+    pages: Pages
+    last_used: int
+    alive: bool = True  # False once evicted
+    in_heap: bool = False
+    children: set[Node] = field(default_factory=set)
+    snapshots: dict[tuple[int, ...], Snapshot] = field(default_factory=dict)  # by tail
+
+    @property
+    def is_bare(self) -> bool:
+        """Nothing here or below can serve a hit or hold a page."""
+        return not self.children and not self.snapshots and not any(self.pages.values())
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """All that is needed, besides the pages of the nodes above, to continue at position `num_tokens`."""
+
+    node: Node
+    tail: tuple[int, ...]  # tokens after the node's end, fewer than a unit
+    num_tokens: int
+    pages: Pages  # compressed pages of the tail's entries; WINDOW pages of the last window - 1 tokens
+    slot: int  # STATE
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixMatch:
+    """The best hit for some tokens."""
+
+    num_tokens: int = 0  # where computing goes on; 0 is no hit
+    num_shared: int = 0  # >= num_tokens: compressed entries of these tokens exist
+    snapshot: Snapshot | None = None
+    node: Node | None = None  # the deepest node of the chain
+    pages: dict[EntryKind, list[int]] = field(default_factory=dict)  # compressed: page ids by index, up to num_shared
+
+
+class UnitHashes:
+    """Chained digests of the units of one token sequence. The digest of a unit names all tokens up to its end."""
+
+    def __init__(self, salt: str, unit_tokens: int):
+        self.unit_tokens = unit_tokens
+        root = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32)
+        self.digests = [root.digest()]  # [i] names i units
+
+    def extend(self, tokens: Sequence[int], num_units: int) -> None:
+        """Makes `digests[0..num_units]` available; `tokens` are all tokens of the sequence."""
+        first, size = len(self.digests) - 1, self.unit_tokens
+        if num_units <= first:
+            return
+        ids = np.asarray(tokens[first * size : num_units * size], dtype="<i4").reshape(-1, size)
+        for unit in ids:
+            # A cryptographic hash: a collision would serve another prompt's text.
+            self.digests.append(hashlib.blake2b(self.digests[-1] + unit.tobytes(), digest_size=32).digest())
+
+
+class PrefixIndex:
+    """The tree, its least-recently-used orders and its references to pages and snapshot slots.
+
+    Nodes leave leaf first, the least recently used leaf before others, and take their snapshots with them. Snapshots,
+    which are scarcer, also leave alone, in their own order.
+    """
+
+    def __init__(self, spec: CacheSpec, pools: dict[EntryKind, PagePool]):
+        self.spec = spec
+        self.pools = pools
+        # Nodes that hold no page cost only memory of the host: bounded by what the pools could ever describe.
+        capacity = (
+            spec.kinds[k].num_pages * spec.kinds[k].entries_per_page * spec.kinds[k].ratio for k in spec.pool_kinds
+        )
+        self.max_nodes = 1024 + 2 * max(capacity) // spec.unit_tokens
+        self._nodes: dict[bytes, Node] = {}
+        self._leaves: list[tuple[int, int, Node]] = []  # heap of (last_used when pushed, sequence number, node)
+        self._snapshots: OrderedDict[Snapshot, None] = OrderedDict()  # least recently used first
+        self._free_slots = list(range(spec.num_slots + spec.num_snapshots - 1, spec.num_slots - 1, -1))
+        self._clock = 0
+        self._sequence = itertools.count()
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def num_snapshots(self) -> int:
+        return len(self._snapshots)
+
+    # --- finding -------------------------------------------------------------------------------
+
+    def match(self, tokens: Sequence[int], hashes: UnitHashes) -> PrefixMatch:
+        """The longest usable prefix of `tokens`, at most all but the last of them. Changes nothing but `hashes`."""
+        limit, unit = len(tokens) - 1, self.spec.unit_tokens
+        hashes.extend(tokens, len(tokens) // unit)
+        chain: list[Node] = []
+        for digest in hashes.digests[: len(tokens) // unit + 1]:
+            node = self._nodes.get(digest)
+            if node is None:
+                break
+            chain.append(node)
+        if not chain:
+            return PrefixMatch()
+        snapshot = None
+        for node in reversed(chain):
+            start = node.depth * unit
+            usable = [
+                s
+                for tail, s in node.snapshots.items()
+                if 0 < s.num_tokens <= limit and tuple(tokens[start : s.num_tokens]) == tail
+            ]
+            if usable:
+                snapshot = max(usable, key=lambda s: s.num_tokens)
+                break
+        num_tokens = snapshot.num_tokens if snapshot else 0
+        num_shared = max(num_tokens, min(chain[-1].depth * unit, limit))
+        listed: list[Pages] = [node.pages for node in chain]
+        if snapshot and num_shared == num_tokens:
+            listed.append(snapshot.pages)
+        pages = {}
+        for kind in self.spec.compressed_kinds:
+            by_index = {index: page for member in listed for index, page in member.get(kind, ())}
+            pages[kind] = [by_index[i] for i in range(self.spec.kinds[kind].num_table_pages(num_shared))]
+        return PrefixMatch(num_tokens=num_tokens, num_shared=num_shared, snapshot=snapshot, node=chain[-1], pages=pages)
+
+    def touch(self, match: PrefixMatch) -> None:
+        """Marks what a hit uses as most recently used."""
+        self._clock += 1
+        node = match.node
+        while node:
+            node.last_used = self._clock
+            node = node.parent
+        if match.snapshot in self._snapshots:
+            self._snapshots.move_to_end(match.snapshot)
+
+    # --- adding --------------------------------------------------------------------------------
+
+    def add_units(
+        self, hashes: UnitHashes, num_units: int, start: Node | None, tables: dict[EntryKind, list[int]]
+    ) -> Node:
+        """Registers units up to `num_units` of a request that holds `tables`; returns the last one's node.
+
+        `start` is a node of the same chain from which to go on, unless it has been evicted. Units that exist are
+        kept as they are: the request's pages of the same text stay its own.
+        """
+        self._clock += 1
+        unit = self.spec.unit_tokens
+        node = start if start and start.alive else self._add(hashes.digests[0], None, {})
+        for depth in range(node.depth + 1, num_units + 1):
+            found = self._nodes.get(hashes.digests[depth])
+            node = found or self._add(
+                hashes.digests[depth], node, self._listed(depth * unit - unit, depth * unit, tables)
+            )
+            node.last_used = self._clock
+        while len(self._nodes) > max(self.max_nodes, num_units + 1) and self._evict_leaf(keep=node):
+            pass
+        return node
+
+    def _add(self, digest: bytes, parent: Node | None, pages: Pages) -> Node:
+        existing = self._nodes.get(digest)
+        if existing:
+            return existing
+        node = Node(digest, parent, parent.depth + 1 if parent else 0, pages, self._clock)
+        if parent:
+            parent.children.add(node)
+        self._retain(pages)
+        self._nodes[digest] = node
+        self._push(node)
+        return node
+
+    def _listed(self, start: int, end: int, tables: dict[EntryKind, list[int]]) -> Pages:
+        """Compressed pages of the entries that tokens [start, end) complete."""
+        pages: Pages = {}
+        for kind in self.spec.compressed_kinds:
+            spec = self.spec.kinds[kind]
+            first, last = spec.num_entries(start), spec.num_entries(end)
+            # No entry, no page: a unit may be shorter than an entry.
+            stop = (last - 1) // spec.entries_per_page + 1 if first < last else 0
+            pages[kind] = tuple((i, tables[kind][i]) for i in range(first // spec.entries_per_page, stop))
+        return pages
+
+    def find_snapshot(self, node: Node, tail: tuple[int, ...]) -> Snapshot | None:
+        """The snapshot of that text, marked as most recently used."""
+        snapshot = node.snapshots.get(tail)
+        if snapshot:
+            self._snapshots.move_to_end(snapshot)
+        return snapshot
+
+    def add_snapshot(
+        self,
+        node: Node,
+        tail: tuple[int, ...],
+        tables: dict[EntryKind, list[int]],
+        window: dict[int, int],  # logical page -> page id, held by the request
+    ) -> Snapshot | None:
+        """Adds a snapshot at the node's end plus `tail`, evicting the least recently used one if no slot is free.
+
+        None if there are no slots at all.
+        """
+        while not self._free_slots:
+            if not self.evict_snapshot(keep_node=node):
+                return None
+        start = node.depth * self.spec.unit_tokens
+        num_tokens = start + len(tail)
+        pages = self._listed(start, num_tokens, tables)
+        needed = window_pages(self.spec, num_tokens)
+        pages[EntryKind.WINDOW] = tuple((logical, window[logical]) for logical in needed)
+        self._retain(pages)
+        snapshot = Snapshot(node, tail, num_tokens, pages, self._free_slots.pop())
+        node.snapshots[tail] = snapshot
+        self._snapshots[snapshot] = None
+        return snapshot
+
+    # --- evicting ------------------------------------------------------------------------------
+
+    def make_free(self, kind: EntryKind, num: int) -> None:
+        """Evicts until `num` pages of the pool are free or nothing more can be evicted."""
+        pool = self.pools[kind]
+        while pool.num_free < num:
+            evicted = self.evict_snapshot() if kind is EntryKind.WINDOW else self._evict_leaf()
+            if not evicted:
+                return
+
+    def evict_snapshot(self, keep_node: Node | None = None) -> bool:
+        """Drops the least recently used snapshot; False if there is none. `keep_node` is not pruned for being bare."""
+        if not self._snapshots:
+            return False
+        self._drop_snapshot(next(iter(self._snapshots)), keep_node)
+        return True
+
+    def clear(self) -> None:
+        """Drops everything."""
+        while self._evict_leaf():
+            pass
+
+    def _evict_leaf(self, keep: Node | None = None) -> bool:
+        while self._leaves:
+            pushed, _, node = heapq.heappop(self._leaves)
+            node.in_heap = False
+            if not node.alive or node.children:
+                continue  # a leaf no longer; pushed again when its last child goes
+            if node is keep:
+                self._push(node)
+                return False
+            if node.last_used > pushed:
+                self._push(node)  # used since
+                continue
+            for snapshot in list(node.snapshots.values()):
+                self._drop_snapshot(snapshot, node)
+            self._remove(node)
+            return True
+        return False
+
+    def _drop_snapshot(self, snapshot: Snapshot, keep_node: Node | None) -> None:
+        del self._snapshots[snapshot]
+        del snapshot.node.snapshots[snapshot.tail]
+        self._free_slots.append(snapshot.slot)
+        self._release(snapshot.pages)
+        node: Node | None = snapshot.node
+        while node and node is not keep_node and node.is_bare:
+            parent = node.parent
+            self._remove(node)
+            node = parent
+
+    def _remove(self, node: Node) -> None:
+        node.alive = False
+        del self._nodes[node.digest]
+        self._release(node.pages)
+        parent = node.parent
+        if parent:
+            parent.children.discard(node)
+            parent.last_used = max(parent.last_used, node.last_used)
+            self._push(parent)
+
+    def _push(self, node: Node) -> None:
+        if not node.in_heap and not node.children:
+            node.in_heap = True
+            heapq.heappush(self._leaves, (node.last_used, next(self._sequence), node))
+
+    def _retain(self, pages: Pages) -> None:
+        for kind, listed in pages.items():
+            for _, page in listed:
+                self.pools[kind].retain(page, cache=True)
+
+    def _release(self, pages: Pages) -> None:
+        for kind, listed in pages.items():
+            for _, page in listed:
+                self.pools[kind].release(page, cache=True)
+
+    # --- checking ------------------------------------------------------------------------------
+
+    def held_pages(self, kind: EntryKind) -> Iterator[int]:
+        """Every reference of the prefix cache to pages of a pool."""
+        holders = itertools.chain(self._nodes.values(), self._snapshots)
+        return (page for holder in holders for _, page in holder.pages.get(kind, ()))
+
+    def check(self) -> None:
+        """AssertionError unless the tree, the orders and the snapshot slots agree. For tests: looks at everything."""
+        for digest, node in self._nodes.items():
+            assert node.alive and node.digest == digest and all(child.alive for child in node.children)
+            assert node.parent is None or (
+                node in node.parent.children and self._nodes[node.parent.digest] is node.parent
+            )
+            assert node.children or node.in_heap, "a leaf that could never be evicted"
+            assert all(s in self._snapshots and s.node is node for s in node.snapshots.values())
+        assert sum(len(node.snapshots) for node in self._nodes.values()) == len(self._snapshots)
+        assert all(s.node.alive for s in self._snapshots)
+        slots = sorted([*self._free_slots, *(s.slot for s in self._snapshots)])
+        assert slots == list(range(self.spec.num_slots, self.spec.num_state_slots)), f"snapshot slots: {slots}"
+
+
+def window_pages(spec: CacheSpec, num_tokens: int) -> range:
+    """Logical WINDOW pages with the rows that token `num_tokens` sees besides its own."""
+    window = spec.kinds[EntryKind.WINDOW]
+    assert window.window is not None
+    first = max(0, num_tokens - window.window + 1)
+    if first == num_tokens:
+        return range(0)
+    return range(first // window.entries_per_page, (num_tokens - 1) // window.entries_per_page + 1)

@@ -1,0 +1,237 @@
+"""Which arrays the cache consists of and how many pages each pool has.  [no jax]
+
+A pool of pages is shared by all layers of a kind: page `i` of layer `l` is row `l * num_pages + i` of the kind's
+array `[num_layers * num_pages, entries_per_page, width]`. INDEX_KEY entries live and die with the CSA entries of the
+same tokens, so they have an array of their own but use CSA's page ids.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from dsjax.config import CacheConfig, LayerKind, ModelConfig, SchedulerConfig
+from dsjax.errors import ConfigError
+
+
+class EntryKind(enum.Enum):
+    """What an entry of the cache is."""
+
+    WINDOW = "window"  # the raw latent of a token; only the last `sliding_window` matter
+    CSA = "csa"  # a compressed latent
+    INDEX_KEY = "index_key"  # the indexer's key of a CSA entry
+    HCA = "hca"  # a heavily compressed latent
+    STATE = "state"  # partly filled compression windows; one slot a request or snapshot, not paged
+
+
+POOL_KINDS = (EntryKind.WINDOW, EntryKind.CSA, EntryKind.HCA)  # the kinds with page tables of their own
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindSpec:
+    """One kind of paged entry."""
+
+    kind: EntryKind
+    num_layers: int
+    width: int  # values an entry
+    ratio: int  # tokens an entry
+    entries_per_page: int
+    num_pages: int  # of each layer
+    table_width: int  # page-table columns of a request
+    window: int | None = None  # WINDOW alone: the sliding window in tokens, the token itself included
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the device array: [num_layers * num_pages, entries_per_page, width]."""
+        return self.num_layers * self.num_pages, self.entries_per_page, self.width
+
+    def num_entries(self, num_tokens: int) -> int:
+        """Entries that the first `num_tokens` tokens complete."""
+        return num_tokens // self.ratio
+
+    def num_table_pages(self, num_tokens: int) -> int:
+        """Pages that hold the entries of the first `num_tokens` tokens (of a kind without a window)."""
+        return -(-self.num_entries(num_tokens) // self.entries_per_page)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """The whole cache of one model. `kinds` holds only kinds that some layer has."""
+
+    kinds: dict[EntryKind, KindSpec]
+    unit_tokens: int  # tokens a hash of the prefix cache covers
+    snapshot_interval_tokens: int  # a multiple of unit_tokens
+    num_slots: int  # row slots: running requests
+    num_snapshots: int  # 0 is no prefix cache
+    max_request_tokens: int  # the longest request the pools can hold, at most max_model_len
+    max_chunk_tokens: int  # the most tokens of one request that a step may add
+    state_values: int  # float32 values of one STATE slot, all layers
+    bytes_per_value: int  # of an entry
+
+    @property
+    def pool_kinds(self) -> tuple[EntryKind, ...]:
+        return tuple(kind for kind in POOL_KINDS if kind in self.kinds)
+
+    @property
+    def compressed_kinds(self) -> tuple[EntryKind, ...]:
+        return tuple(kind for kind in self.pool_kinds if self.kinds[kind].window is None)
+
+    @property
+    def num_state_slots(self) -> int:
+        """Row slots, then snapshot slots."""
+        return self.num_slots + self.num_snapshots
+
+    def num_bytes(self) -> int:
+        """Bytes of all device arrays, pages and STATE."""
+        pages = sum(math.prod(kind.shape) for kind in self.kinds.values()) * self.bytes_per_value
+        return pages + self.num_state_slots * self.state_values * 4
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+        max_model_len: int,
+        bytes_per_value: int,
+    ) -> CacheSpec:
+        """Sizes the pools.
+
+        Without `num_gpu_blocks_override`: for `max_num_seqs` requests of `max_model_len` and `num_snapshots` snapshots,
+        shrunk to `cache_memory_bytes`. Raises ConfigError when not even one request of some length fits.
+        """
+        csa = model.layer_kinds.count(LayerKind.CSA)
+        hca = model.layer_kinds.count(LayerKind.HCA)
+        block, window = cache.block_size, model.sliding_window
+        num_snapshots = cache.num_snapshots if cache.enable_prefix_caching else 0
+        state_values = csa * 9 * (model.head_dim + model.index_head_dim) + hca * 3 * model.head_dim
+        state_bytes = (scheduler.max_num_seqs + num_snapshots) * state_values * 4
+        layouts = {  # layers, values of a page's entry in all its arrays, ratio, entries a page
+            EntryKind.WINDOW: (model.num_hidden_layers, model.head_dim, 1, block),
+            EntryKind.CSA: (csa, model.head_dim + model.index_head_dim, model.csa_ratio, block),
+            EntryKind.HCA: (hca, model.head_dim, model.hca_ratio, max(1, block // 4)),
+        }
+        layouts = {kind: layout for kind, layout in layouts.items() if layout[0]}
+        page_bytes = {
+            kind: layers * width * entries * bytes_per_value for kind, (layers, width, _, entries) in layouts.items()
+        }
+        if cache.num_gpu_blocks_override:
+            pages = _override_pages(cache, window, max_model_len, layouts)
+        else:
+            pages = _default_pages(scheduler, num_snapshots, window, max_model_len, layouts)
+            chunk_pages = _span_pages(window - 1 + scheduler.max_num_batched_tokens, block)
+            pages = _fit(pages, page_bytes, cache, scheduler, state_bytes, min(chunk_pages, -(-max_model_len // block)))
+
+        max_tokens, max_chunk = max_model_len, scheduler.max_num_batched_tokens
+        kinds: dict[EntryKind, KindSpec] = {}
+        for kind, (layers, _, ratio, entries) in layouts.items():
+            if kind is EntryKind.WINDOW:
+                # A chunk and the window before it, wherever they begin in a page, and a page to spare: no two live
+                # pages fall on one column of the ring.
+                width = -(-(window - 1 + scheduler.max_num_batched_tokens) // entries) + 2
+                width = min(width, -(-max_model_len // entries))
+                if pages[kind] * entries < max_model_len:
+                    max_chunk = min(max_chunk, (pages[kind] - 1) * entries - window + 2)
+            else:
+                width = -(-max_model_len // (ratio * entries))
+                max_tokens = min(max_tokens, pages[kind] * entries * ratio + ratio - 1)
+            kinds[kind] = KindSpec(
+                kind=kind,
+                num_layers=layers,
+                width=model.head_dim,
+                ratio=ratio,
+                entries_per_page=entries,
+                num_pages=pages[kind],
+                table_width=width,
+                window=window if kind is EntryKind.WINDOW else None,
+            )
+            if kind is EntryKind.CSA:
+                kinds[EntryKind.INDEX_KEY] = KindSpec(
+                    kind=EntryKind.INDEX_KEY,
+                    num_layers=layers,
+                    width=model.index_head_dim,
+                    ratio=ratio,
+                    entries_per_page=entries,
+                    num_pages=pages[kind],
+                    table_width=width,
+                )
+        unit = cache.prefix_unit_tokens
+        return cls(
+            kinds=kinds,
+            unit_tokens=unit,
+            snapshot_interval_tokens=-(-cache.snapshot_interval_tokens // unit) * unit,
+            num_slots=scheduler.max_num_seqs,
+            num_snapshots=num_snapshots,
+            max_request_tokens=max_tokens,
+            max_chunk_tokens=max_chunk,
+            state_values=state_values,
+            bytes_per_value=bytes_per_value,
+        )
+
+
+def _span_pages(num_rows: int, entries_per_page: int) -> int:
+    """The most pages that `num_rows` >= 1 consecutive rows can touch."""
+    return -(-(num_rows - 1) // entries_per_page) + 1
+
+
+_Layouts = dict[EntryKind, tuple[int, int, int, int]]
+
+
+def _override_pages(cache: CacheConfig, window: int, max_model_len: int, layouts: _Layouts) -> dict[EntryKind, int]:
+    num_blocks = cache.num_gpu_blocks_override
+    least = min(_span_pages(window, cache.block_size), -(-max_model_len // cache.block_size))
+    if num_blocks < least:
+        raise ConfigError(
+            f"num_gpu_blocks_override={num_blocks} must be at least {least}: one request needs the pages of "
+            f"sliding_window={window} tokens at block_size={cache.block_size}"
+        )
+    num_tokens = num_blocks * cache.block_size
+    return {
+        kind: num_blocks if kind is EntryKind.WINDOW else max(1, -(-(num_tokens // ratio) // entries))
+        for kind, (_, _, ratio, entries) in layouts.items()
+    }
+
+
+def _default_pages(
+    scheduler: SchedulerConfig, num_snapshots: int, window: int, max_model_len: int, layouts: _Layouts
+) -> dict[EntryKind, int]:
+    num_seqs = scheduler.max_num_seqs
+    pages = {}
+    for kind, (_, _, ratio, entries) in layouts.items():
+        if kind is EntryKind.WINDOW:
+            # Chunks of all requests together are one step's budget; each also begins and ends inside a page.
+            one = min(_span_pages(window, entries) + 1, -(-max_model_len // entries))
+            pages[kind] = num_seqs * one + -(-scheduler.max_num_batched_tokens // entries)
+            pages[kind] += num_snapshots * _span_pages(max(1, window - 1), entries)
+        else:
+            pages[kind] = num_seqs * max(1, -(-(max_model_len // ratio) // entries))
+    return pages
+
+
+def _fit(
+    pages: dict[EntryKind, int],
+    page_bytes: dict[EntryKind, int],
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    state_bytes: int,
+    least_window_pages: int,
+) -> dict[EntryKind, int]:
+    """Shrinks `pages` in proportion until pages and STATE take at most `cache_memory_bytes`."""
+    budget = cache.cache_memory_bytes - state_bytes
+    total = sum(pages[kind] * page_bytes[kind] for kind in pages)
+    if total <= budget:
+        return pages
+    window_pages = max(least_window_pages, pages[EntryKind.WINDOW] * max(0, budget) // total)
+    left = budget - window_pages * page_bytes[EntryKind.WINDOW]
+    rest = total - pages[EntryKind.WINDOW] * page_bytes[EntryKind.WINDOW]
+    fitted = {kind: num * max(0, left) // rest for kind, num in pages.items() if kind is not EntryKind.WINDOW}
+    if left < 0 or 0 in fitted.values():
+        least = window_pages * page_bytes[EntryKind.WINDOW] + state_bytes
+        raise ConfigError(
+            f"cache_memory_bytes={cache.cache_memory_bytes} is too small: STATE and the window pages of one chunk take "
+            f"{least} bytes and each compressed kind needs a page; raise it, or lower max_num_seqs="
+            f"{scheduler.max_num_seqs}, num_snapshots={cache.num_snapshots} or max_num_batched_tokens="
+            f"{scheduler.max_num_batched_tokens}"
+        )
+    return {EntryKind.WINDOW: window_pages, **fitted}
