@@ -1,6 +1,6 @@
 """Measures serving: latency and throughput of a workload, offline (the engine in this process) or over gRPC.
 
-    python -m benchmarks.serving --model=DIR --workload=workload.json --set scheduler.max_num_seqs=8
+    python -m benchmarks.serving --model=DIR --workload=workload.json --max_num_seqs=8 --max_model_len=1280
     python -m benchmarks.serving --backend=grpc --address=127.0.0.1:50051 --num_prompts=64 --request_rate=4
 
 Prints the lines of `vllm bench serve` and, with --output, appends one JSON line a run with the same field names, the
@@ -14,44 +14,65 @@ import asyncio
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 from benchmarks import machine, metrics, workloads
 from benchmarks.metrics import Record
 from benchmarks.workloads import WorkItem
+from servers.flags import define_engine_flags, engine_config, parse, run
 
+USAGE = "python -m benchmarks.serving [--backend=offline|grpc] [flags]"
+VALUES = flags.FlagValues()
+define_engine_flags(VALUES)
 BACKEND = flags.DEFINE_enum(
-    "backend", "offline", ["offline", "grpc"], "The engine in this process, or a running server."
+    "backend", "offline", ["offline", "grpc"], "The engine in this process, or a running server.", flag_values=VALUES
 )
-ADDRESS = flags.DEFINE_string("address", "127.0.0.1:50051", "The server of --backend=grpc.")
-SERVER_PID = flags.DEFINE_integer("server_pid", 0, "With grpc: the process whose CPU time is reported; 0 reports none.")
-MODEL = flags.DEFINE_string("model", "dsjax-nano", "With offline: the checkpoint folder, or the embedded model.")
-SET = flags.DEFINE_multi_string("set", [], "With offline: a field of EngineConfig, e.g. scheduler.max_num_seqs=8.")
-WORKLOAD = flags.DEFINE_string("workload", "", "A workload file; without it requests are random.")
-NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 32, "Random requests, or how many of the workload file; 0 is all.")
-INPUT_LEN = flags.DEFINE_integer("random_input_len", 256, "Mean prompt length of random requests.")
-OUTPUT_LEN = flags.DEFINE_integer("random_output_len", 64, "Mean answer length of random requests.")
-RANGE_RATIO = flags.DEFINE_float("random_range_ratio", 0.0, "Random lengths lie within (1 +- this) of the mean.")
-PREFIX_LEN = flags.DEFINE_integer("random_prefix_len", 0, "Tokens that all random prompts begin with.")
-SAVE_WORKLOAD = flags.DEFINE_string("save_workload", "", "Writes what is sent as a workload file.")
-SEED = flags.DEFINE_integer("seed", 0, "Of random requests and arrival times.")
-REQUEST_RATE = flags.DEFINE_float("request_rate", math.inf, "Requests a second, Poisson; inf sends all at once.")
-MAX_CONCURRENCY = flags.DEFINE_integer("max_concurrency", 0, "Requests in flight at most; 0 is no limit.")
-TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
-IGNORE_EOS = flags.DEFINE_bool("ignore_eos", True, "Every answer has exactly its max_tokens.")
-RUNS = flags.DEFINE_integer("runs", 1, "How often to send the workload.")
-NUM_WARMUPS = flags.DEFINE_integer("num_warmups", 4, "Requests sent before the first run, with 4 tokens each.")
-REUSE_PREFIX_CACHE = flags.DEFINE_bool("reuse_prefix_cache", False, "All runs share one cache salt.")
-REF = flags.DEFINE_string("ref", "", "JSON {id: [tokens]}: count the answers that equal it.")
-LABEL = flags.DEFINE_string("label", "", "A name for this configuration, stored in the result.")
-OUTPUT = flags.DEFINE_string("output", "", "Append one JSON line a run to this file.")
-SAVE_DETAILED = flags.DEFINE_bool("save_detailed", False, "Store each request's lengths and times in the result.")
+ADDRESS = flags.DEFINE_string("address", "127.0.0.1:50051", "The server of --backend=grpc.", flag_values=VALUES)
+SERVER_PID = flags.DEFINE_integer(
+    "server_pid", 0, "With grpc: the process whose CPU time is reported; 0 reports none.", flag_values=VALUES
+)
+WORKLOAD = flags.DEFINE_string("workload", "", "A workload file; without it requests are random.", flag_values=VALUES)
+NUM_PROMPTS = flags.DEFINE_integer(
+    "num_prompts", 32, "Random requests, or how many of the workload file; 0 is all.", flag_values=VALUES
+)
+INPUT_LEN = flags.DEFINE_integer("random_input_len", 256, "Mean prompt length of random requests.", flag_values=VALUES)
+OUTPUT_LEN = flags.DEFINE_integer("random_output_len", 64, "Mean answer length of random requests.", flag_values=VALUES)
+RANGE_RATIO = flags.DEFINE_float(
+    "random_range_ratio", 0.0, "Random lengths lie within (1 +- this) of the mean.", flag_values=VALUES
+)
+PREFIX_LEN = flags.DEFINE_integer(
+    "random_prefix_len", 0, "Tokens that all random prompts begin with.", flag_values=VALUES
+)
+SAVE_WORKLOAD = flags.DEFINE_string("save_workload", "", "Writes what is sent as a workload file.", flag_values=VALUES)
+WORKLOAD_SEED = flags.DEFINE_integer("workload_seed", 0, "Of random requests and arrival times.", flag_values=VALUES)
+REQUEST_RATE = flags.DEFINE_float(
+    "request_rate", math.inf, "Requests a second, Poisson; inf sends all at once.", flag_values=VALUES
+)
+MAX_CONCURRENCY = flags.DEFINE_integer(
+    "max_concurrency", 0, "Requests in flight at most; 0 is no limit.", flag_values=VALUES
+)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", flag_values=VALUES)
+IGNORE_EOS = flags.DEFINE_bool("ignore_eos", True, "Every answer has exactly its max_tokens.", flag_values=VALUES)
+RUNS = flags.DEFINE_integer("runs", 1, "How often to send the workload.", flag_values=VALUES)
+NUM_WARMUPS = flags.DEFINE_integer(
+    "num_warmups", 4, "Requests sent before the first run, with 4 tokens each.", flag_values=VALUES
+)
+REUSE_PREFIX_CACHE = flags.DEFINE_bool(
+    "reuse_prefix_cache", False, "All runs share one cache salt.", flag_values=VALUES
+)
+REF = flags.DEFINE_string("ref", "", "JSON {id: [tokens]}: count the answers that equal it.", flag_values=VALUES)
+LABEL = flags.DEFINE_string("label", "", "A name for this configuration, stored in the result.", flag_values=VALUES)
+OUTPUT = flags.DEFINE_string("output", "", "Append one JSON line a run to this file.", flag_values=VALUES)
+SAVE_DETAILED = flags.DEFINE_bool(
+    "save_detailed", False, "Store each request's lengths and times in the result.", flag_values=VALUES
+)
 
 
 class Target(Protocol):
@@ -73,14 +94,11 @@ class Offline:
 
     def __init__(self):
         from benchmarks import offline
-        from dsjax.config import EngineConfig, field_paths, override
+        from dsjax.config import field_paths
         from dsjax.engine import Engine
         from dsjax.request import SamplingParams
 
-        config = EngineConfig(model=MODEL.value)
-        for assignment in SET.value:
-            path, _, value = assignment.partition("=")
-            config = override(config, path, value)
+        config = engine_config(VALUES)
         self.engine = Engine.from_config(config, progress=True)
         self.engine.warm_up(progress=True)
         self.vocab_size = self.engine.model_config.vocab_size
@@ -142,7 +160,7 @@ def work(vocab_size: int) -> list[WorkItem]:
     """The requests that the flags ask for."""
     if WORKLOAD.value:
         items = workloads.load(WORKLOAD.value)
-        given = flags.FLAGS["num_prompts"].present
+        given = VALUES["num_prompts"].present
         return items[: NUM_PROMPTS.value] if given and NUM_PROMPTS.value else items
     return workloads.make_random(
         num_prompts=NUM_PROMPTS.value,
@@ -151,15 +169,15 @@ def work(vocab_size: int) -> list[WorkItem]:
         vocab_size=vocab_size,
         range_ratio=RANGE_RATIO.value,
         prefix_len=PREFIX_LEN.value,
-        seed=SEED.value,
+        seed=WORKLOAD_SEED.value,
     )
 
 
-def measure(target: Target, items: list[WorkItem], run: int, salt: str) -> dict[str, Any]:
+def measure(target: Target, items: list[WorkItem], number: int, salt: str) -> dict[str, Any]:
     """Sends the workload once; the result as it is stored."""
-    arrivals = workloads.arrival_times(len(items), REQUEST_RATE.value, SEED.value)
+    arrivals = workloads.arrival_times(len(items), REQUEST_RATE.value, WORKLOAD_SEED.value)
     cpu_before = target.cpu_s()
-    with tqdm(total=len(items), desc=f"run {run + 1}/{RUNS.value}", unit="req") as bar:
+    with tqdm(total=len(items), desc=f"run {number + 1}/{RUNS.value}", unit="req") as bar:
         records, duration = target.send(items, arrivals, salt, bar.update)
     cpu_after = target.cpu_s()
     result: dict[str, Any] = {
@@ -170,7 +188,7 @@ def measure(target: Target, items: list[WorkItem], run: int, salt: str) -> dict[
         "num_prompts": len(items),
         "request_rate": "inf" if math.isinf(REQUEST_RATE.value) else REQUEST_RATE.value,
         "max_concurrency": MAX_CONCURRENCY.value or None,
-        "run": run,
+        "run": number,
         "workload": WORKLOAD.value or "random",
         **metrics.summarize(records, duration),
     }
@@ -186,10 +204,8 @@ def measure(target: Target, items: list[WorkItem], run: int, salt: str) -> dict[
     return result
 
 
-def run_all(argv: Sequence[str]) -> int:
+def run_all() -> int:
     """Measures what the flags describe. Returns the exit code."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}: everything is a flag")
     target: Target = Offline() if BACKEND.value == "offline" else Grpc()
     items = work(target.vocab_size)
     if SAVE_WORKLOAD.value:
@@ -199,8 +215,8 @@ def run_all(argv: Sequence[str]) -> int:
     if warm:
         target.send(warm, [0.0] * len(warm), salt + "-warm", lambda: None)
     failed = 0
-    for run in range(RUNS.value):
-        result = measure(target, items, run, salt if REUSE_PREFIX_CACHE.value else f"{salt}-{run}")
+    for number in range(RUNS.value):
+        result = measure(target, items, number, salt if REUSE_PREFIX_CACHE.value else f"{salt}-{number}")
         print(metrics.report(result))
         for error in result["error_examples"]:
             print(f"error: {error}")
@@ -211,18 +227,13 @@ def run_all(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def underscores(argv: Sequence[str]) -> list[str]:
-    """Accepts --max-concurrency as --max_concurrency; values keep their dashes."""
-    out = []
-    for arg in argv:
-        name, equals, value = arg.partition("=")
-        out.append("--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else arg)
-    return out
+def main() -> int:
+    def body() -> int:
+        parse(VALUES, sys.argv, USAGE)
+        return run_all()
 
-
-def main() -> None:
-    app.run(run_all, flags_parser=lambda argv: flags.FLAGS(underscores(argv)))
+    return run("benchmarks.serving", body)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

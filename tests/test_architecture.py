@@ -25,8 +25,8 @@ MAY_IMPORT = {
     "configs": ("dsjax", "pallas_kernels"),
     "servers": ("configs", "dsjax", "pallas_kernels"),
     "training": ("configs", "dsjax", "pallas_kernels"),
-    # the load generator speaks to a running server, so it needs the messages, and nothing else of the server
-    "benchmarks": ("configs", "dsjax", "pallas_kernels", "servers.proto"),
+    # the load generator speaks to a running server and takes the engine's flags; it needs nothing else of the server
+    "benchmarks": ("configs", "dsjax", "pallas_kernels", "servers.proto", "servers.flags"),
     "tests": ("configs", "dsjax", "pallas_kernels", "servers", "benchmarks", "training"),
 }
 INSTALLED = ("dsjax", "pallas_kernels", "servers", "configs")

@@ -1,0 +1,102 @@
+"""The benchmark program from flags to stored result, with a target that answers at once."""
+
+import json
+
+import pytest
+
+from benchmarks import serving, workloads
+from benchmarks.metrics import Record
+from benchmarks.workloads import WorkItem
+
+
+class Instant:
+    """Answers request i with last + 1 after i + 1 seconds. Remembers the salts it was given."""
+
+    vocab_size = 50
+    model_id = "m"
+
+    def __init__(self):
+        self.config = {"model": "m", "scheduler.max_num_seqs": 4}
+        self.salts = []
+
+    def send(self, items, arrivals, salt, tick):
+        self.salts.append(salt)
+        records = []
+        for n, item in enumerate(items):
+            tick()
+            tokens = [item.prompt[-1] + 1] * item.max_tokens
+            times = [n + 1.0] * item.max_tokens
+            records.append(
+                Record(id=item.id, prompt_len=len(item.prompt), start_s=0.0, token_ids=tokens, token_times_s=times)
+            )
+        return records, float(len(items))
+
+    def cpu_s(self):
+        return 1.0
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Runs the program with flags; returns (exit code, results, target)."""
+
+    def go(*args):
+        target = Instant()
+        monkeypatch.setattr(serving, "Offline", lambda: target)
+        output = tmp_path / "out.json"
+        serving.VALUES.unparse_flags()
+        serving.parse(serving.VALUES, ["benchmarks.serving", f"--output={output}", *args], "")
+        code = serving.run_all()
+        return code, [json.loads(line) for line in output.read_text().splitlines()], target
+
+    yield go
+    for name in serving.VALUES:
+        serving.VALUES[name].unparse()
+    serving.VALUES.unparse_flags()
+
+
+def test_results_of_a_workload_file(run, tmp_path):
+    items = [WorkItem(id=4, prompt=(5, 6), max_tokens=2), WorkItem(id=9, prompt=(7,), max_tokens=1)]
+    workloads.save(tmp_path / "w.json", items)
+    (tmp_path / "ref.json").write_text(json.dumps({"4": [7, 7], "9": [3]}))
+    code, results, target = run(
+        f"--workload={tmp_path / 'w.json'}",
+        f"--ref={tmp_path / 'ref.json'}",
+        "--runs=2",
+        "--label=x",
+        "--num-warmups=1",
+    )
+    assert code == 0
+    assert [r["run"] for r in results] == [0, 1]
+    first = results[0]
+    assert (first["completed"], first["total_input_tokens"], first["total_output_tokens"]) == (2, 3, 3)
+    assert (first["mean_ttft_ms"], first["output_throughput"]) == (1500.0, 1.5)
+    assert (first["match_first"], first["match_all"], first["match_of"]) == (1, 1, 2)
+    assert (first["backend"], first["label"], first["model_id"]) == ("dsjax-offline", "x", "m")
+    assert (first["request_rate"], first["max_concurrency"], first["num_prompts"]) == ("inf", None, 2)
+    assert first["config"] == {"model": "m", "scheduler.max_num_seqs": 4}
+    assert first["versions"]["numpy"]
+    assert first["machine"]["cores"] >= 1
+    assert len(set(target.salts)) == 3  # the warm-up and each run see no other's prefixes
+
+
+def test_num_prompts_cuts_a_workload_file_and_salts_can_be_shared(run, tmp_path):
+    workloads.save(tmp_path / "w.json", [WorkItem(id=i, prompt=(5,), max_tokens=1) for i in range(5)])
+    _, results, target = run(
+        f"--workload={tmp_path / 'w.json'}", "--num_prompts=2", "--runs=2", "--reuse_prefix_cache", "--num_warmups=0"
+    )
+    assert [r["completed"] for r in results] == [2, 2]
+    assert len(set(target.salts)) == 1
+
+
+def test_random_requests_use_the_models_vocabulary(run):
+    _, results, _ = run("--num_prompts=3", "--random_input_len=10", "--random_output_len=2", "--num_warmups=0")
+    assert (results[0]["total_input_tokens"], results[0]["total_output_tokens"]) == (30, 6)
+
+
+def test_a_failed_request_is_exit_code_1(run, monkeypatch):
+    def send(self, items, arrivals, salt, tick):
+        return [Record(id=i.id, prompt_len=1, start_s=0.0, error="INTERNAL: dead") for i in items], 1.0
+
+    monkeypatch.setattr(Instant, "send", send)
+    code, results, _ = run("--num_prompts=2", "--num_warmups=0")
+    assert (code, results[0]["failed"], results[0]["error_examples"]) == (1, 2, ["INTERNAL: dead"])
