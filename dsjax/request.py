@@ -14,6 +14,7 @@ from dsjax.errors import RequestError, invalid
 
 MAX_LOGPROBS = 20  # vLLM's default for --max_logprobs; the width of the step's top-logprob output
 MAX_STOP_STRINGS = 16  # a bound on host work a token; OpenAI allows 4
+MAX_STOP_CHARS = 4096  # of one stop string; the automaton that finds them has a state for every character
 
 
 class Status(enum.Enum):
@@ -88,6 +89,9 @@ class SamplingParams:
         )
         check("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings")
         check("stop", all(self.stop), "a stop string must not be empty")
+        longest = max(map(len, self.stop), default=0)  # not shown whole: it may be megabytes
+        if longest > MAX_STOP_CHARS:
+            raise invalid(f"stop has a string of {longest} characters: at most {MAX_STOP_CHARS} are allowed")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             check(name, value is None or 0 <= value <= MAX_LOGPROBS, f"it must be in [0, {MAX_LOGPROBS}]")
