@@ -148,16 +148,6 @@ class EngineThread:
         self._post(_Call(function, reply))
         return await reply
 
-    def fail_all(self, error: RequestError) -> None:
-        """Ends every live stream with `error`; the engine drops their requests."""
-
-        def end(engine: EngineLike) -> None:
-            for live in list(self._live.values()):
-                self._drop(engine, live)
-                self._end(live.stream, error)
-
-        self._post(_Call(end, self._loop.create_future()))
-
     async def stop(self, timeout_s: float) -> bool:
         """Asks the thread to end after the step or compilation it is in; False if it does not in time."""
         with self._lock:
@@ -219,9 +209,7 @@ class EngineThread:
         if error is None:
             ended = RequestError(ErrorCode.UNAVAILABLE, "the server has shut down")
         else:
-            ended = RequestError(
-                ErrorCode.INTERNAL, f"the engine failed ({type(error).__name__}: {error}): the server must be restarted"
-            )
+            ended = _internal("the engine failed and the server must be restarted", error)
         with self._lock:
             self._ended = ended
             left = list(self._inbox)
@@ -270,6 +258,10 @@ class EngineThread:
                     engine.add(request)
                 except RequestError as error:
                     self._end(stream, error)
+                except Exception as error:  # one odd request must not end the others
+                    log.exception("Engine.add raised for request %r", request.request_id)
+                    engine.cancel(request.request_id)
+                    self._end(stream, _internal("the request could not be queued", error))
                 else:
                     self._live[request.request_id] = _Live(stream, dict.fromkeys(range(request.params.n)))
             case _Cancel(stream):
@@ -282,13 +274,16 @@ class EngineThread:
                     result = function(engine)
                 except RequestError as error:
                     self._on_loop(_set_exception, reply, error)
+                except Exception as error:
+                    log.exception("a call between steps raised")
+                    self._on_loop(_set_exception, reply, _internal("the engine could not answer", error))
                 else:
                     self._on_loop(_set_result, reply, result)
 
     def _drop(self, engine: EngineLike, live: _Live) -> None:
         request_id = live.stream.request.request_id
+        engine.cancel(request_id)  # first: if it raises, the stream still hears of it
         del self._live[request_id]
-        engine.cancel(request_id)
 
     def _abort(self, engine: EngineLike, request_id: str) -> bool:
         live = self._live.get(request_id)
@@ -339,6 +334,10 @@ class EngineThread:
                 self.cancel(stream)
             if last:
                 stream.close()
+
+
+def _internal(what: str, error: BaseException) -> RequestError:
+    return RequestError(ErrorCode.INTERNAL, f"{what}: {type(error).__name__}: {error}")
 
 
 def _live_id(request_id: str) -> RequestError:

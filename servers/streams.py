@@ -132,7 +132,9 @@ class EventStream:
 
     async def take_all(self) -> list[TokenEvent]:
         """Waits for the end and returns one merged event for each index, in order."""
-        await self.closed.wait()
+        while not self.closed.is_set() and self._error is None:
+            self._news.clear()
+            await self._news.wait()
         if self._error is not None:
             raise self._error
         events = [unread.merged() for _, unread in sorted(self._unread.items())]

@@ -1,4 +1,4 @@
-"""Serving configurations by name: module NAME of this package has `config()`, which returns an EngineConfig.  [no jax]"""
+"""Serving configurations: module NAME here has `config()`, which returns an EngineConfig.  [no jax]"""
 
 from __future__ import annotations
 

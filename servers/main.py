@@ -1,0 +1,113 @@
+"""`dsjax-serve`: serves a model over gRPC until SIGTERM or SIGINT.  [no jax]
+
+One line on stdout when requests are answered: `dsjax-serve ready on HOST:PORT`. The log, with the resolved
+configuration as one line of JSON, is on stderr. Exit code 0 after a drain, 1 if the engine failed, 2 for a wrong flag.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import flags
+
+from dsjax.config import EngineConfig
+from dsjax.errors import ConfigError
+from servers import flags as server_flags
+from servers import prompts
+from servers.engine_thread import EngineLike, State
+from servers.flags import ServerConfig
+from servers.server import Server
+
+log = logging.getLogger("dsjax.server")
+PROGRAM = "dsjax-serve"
+USAGE = "dsjax-serve [--model=FOLDER] [--port=50051] [--config=NAME] [--set FIELD=VALUE ...]"
+
+MakeEngine = Callable[[EngineConfig], EngineLike]
+
+
+def make_engine(config: EngineConfig) -> EngineLike:
+    from dsjax.engine import Engine  # here, so that a wrong flag is answered before JAX is imported
+
+    engine = Engine.from_config(config, progress=True)
+    prompts.chat_strings(engine)  # a broken file is an error now, not at the first chat
+    return engine
+
+
+def main(argv: Sequence[str] | None = None, make_engine: MakeEngine = make_engine) -> int:
+    """The console script. Tests pass `make_engine` to serve a fake engine."""
+    return server_flags.run(PROGRAM, lambda: _main(sys.argv if argv is None else argv, make_engine))
+
+
+def _main(argv: Sequence[str], make_engine: MakeEngine) -> int:
+    values = flags.FlagValues()
+    server_flags.define_engine_flags(values)
+    server_flags.define_server_flags(values)
+    server_flags.parse(values, argv, USAGE)
+    engine_config, server_config = server_flags.engine_config(values), server_flags.server_config(values)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO, stream=sys.stderr)
+    config_json = server_flags.config_json(engine=engine_config, server=server_config)
+    log.info("config: %s", config_json)
+    code, ended = asyncio.run(_serve(lambda: make_engine(engine_config), server_config, config_json))
+    if not ended:
+        # A daemon thread inside a compilation crashes the interpreter's own shutdown.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+async def _serve(make: Callable[[], EngineLike], config: ServerConfig, config_json: str) -> tuple[int, bool]:
+    """Returns the exit code and whether the engine thread has ended."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        log.info("%s: %s", number.name, "ending at once" if stop.is_set() else "draining")
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    server = Server(make, config, config_json=config_json)
+    await server.start()
+    log.info("listening on %s; the engine is loading", server.address)
+    try:
+        await _first(server.wait_ready(), stop.wait())
+    except ConfigError:
+        await server.drain(0)
+        raise
+    except Exception as error:  # the engine thread has logged it
+        print(f"{PROGRAM}: error: the engine could not start: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1, await server.drain(0)
+    if not stop.is_set():
+        print(f"{PROGRAM} ready on {server.address}", flush=True)
+        await stop.wait()
+    if server.thread.state in (State.LOADING, State.WARMING):
+        return 0, await server.drain(0)
+    drain = asyncio.ensure_future(server.drain())
+    await _first(asyncio.shield(drain), hurry.wait())
+    if not drain.done():
+        server.end_streams("a second signal came")
+    ended = await drain
+    return (1 if server.thread.state is State.FAILED else 0), ended
+
+
+async def _first(*awaitables) -> None:
+    """Waits for the first to end, cancels the others, raises what it raised."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    for task in done:
+        task.result()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Prompts in (text, token ids, chat) and chat answers out; called off the event loop.  [no jax]"""
+
+from __future__ import annotations
+
+import functools
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsjax.chat import ChatStrings, ReplyParser, encode_chat
+from dsjax.errors import invalid
+from dsjax.request import SamplingParams, TokenEvent
+from servers.engine_thread import EngineLike
+from servers.proto.dsjax.v1 import inference_pb2 as pb
+
+_MODES = {
+    pb.THINKING_MODE_UNSPECIFIED: "chat",
+    pb.THINKING_MODE_CHAT: "chat",
+    pb.THINKING_MODE_THINKING: "thinking",
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    params: SamplingParams
+    chat_parser: Callable[[], ReplyParser] | None = None  # makes the parser of one answer
+
+
+def of_generate(engine: EngineLike, message: pb.GenerateRequest, params: SamplingParams) -> Prompt:
+    """The prompt of a Generate call. Raises RequestError(INVALID_ARGUMENT)."""
+    match message.WhichOneof("prompt"):
+        case "token_ids":
+            return Prompt(list(message.token_ids.ids), params)
+        case "text":
+            return Prompt(_encode_text(engine, message.text, message.add_bos), params)
+        case "chat":
+            tools = _tools(message.chat)
+            mode = _mode(message.chat)
+            return Prompt(
+                _encode_chat(engine, message.chat, tools, mode), params, lambda: ReplyParser(mode, tools=tools)
+            )
+    raise invalid("prompt is absent: set text, token_ids or chat")
+
+
+def of_tokenize(engine: EngineLike, message: pb.TokenizeRequest) -> list[int]:
+    """The ids that `of_generate` would make. Raises RequestError(INVALID_ARGUMENT)."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            return _encode_text(engine, message.text, message.add_bos)
+        case "chat":
+            return _encode_chat(engine, message.chat, _tools(message.chat), _mode(message.chat))
+    raise invalid("prompt is absent: set text or chat")
+
+
+def detokenize(engine: EngineLike, token_ids: list[int], skip_special_tokens: bool) -> str:
+    """Raises RequestError(INVALID_ARGUMENT) for an id outside the vocabulary."""
+    vocab_size = engine.model_config.vocab_size
+    for token in token_ids:
+        if token >= vocab_size:
+            raise invalid(f"token_ids holds {token}: it must be less than vocab_size={vocab_size}")
+    return _tokenizer(engine, "token_ids").decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def chat_delta(parser: ReplyParser, event: TokenEvent) -> pb.ChatDelta:
+    """What `event.text` means; the last event also gives out what the parser held back."""
+    deltas = [parser.feed(event.text)]
+    if event.finished:
+        deltas.append(parser.finish())
+    return pb.ChatDelta(
+        reasoning_content="".join(delta.reasoning for delta in deltas),
+        content="".join(delta.content for delta in deltas),
+        tool_calls=[_tool_call(call) for delta in deltas for call in delta.tool_calls],
+    )
+
+
+def chat_strings(engine: EngineLike) -> ChatStrings:
+    """The fixed texts in the model's folder. Raises ConfigError for a file that cannot be read."""
+    return _chat_strings(engine.config.model)
+
+
+@functools.lru_cache(maxsize=4)
+def _chat_strings(model: str) -> ChatStrings:
+    return ChatStrings.from_path(model) if Path(model).is_dir() else ChatStrings()
+
+
+def _tool_call(call: Any) -> pb.ToolCall:
+    return pb.ToolCall(id=f"call_{uuid.uuid4().hex}", name=call.name, arguments=call.arguments)
+
+
+def _mode(chat: pb.ChatPrompt) -> str:
+    if chat.thinking_mode not in _MODES:  # proto3 enums are open: a newer client may know more modes
+        raise invalid(f"thinking_mode={chat.thinking_mode} is not allowed: it must be CHAT or THINKING")
+    return _MODES[chat.thinking_mode]
+
+
+def _tools(chat: pb.ChatPrompt) -> list[dict[str, Any]]:
+    """The tools in OpenAI's outer form."""
+    tools = []
+    for i, text in enumerate(chat.tools):
+        tool = _json_object(f"tools[{i}]", text)
+        tools.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return tools
+
+
+def _encode_chat(engine: EngineLike, chat: pb.ChatPrompt, tools: list[dict[str, Any]], mode: str) -> list[int]:
+    tokenizer = _tokenizer(engine, "chat")
+    response_format = None
+    if chat.HasField("response_format"):
+        response_format = _json_object("response_format", chat.response_format)
+    return encode_chat(
+        tokenizer,
+        [_message(message) for message in chat.messages],
+        thinking_mode=mode,
+        reasoning_effort=chat.reasoning_effort if chat.HasField("reasoning_effort") else None,
+        drop_thinking=chat.drop_thinking if chat.HasField("drop_thinking") else True,
+        tools=tools or None,
+        response_format=response_format,
+        strings=chat_strings(engine),
+        reply_after_system=True,
+    )
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    """OpenAI's form of a message; empty fields are left out, so that chat.py's checks see them as absent."""
+    out: dict[str, Any] = {"role": message.role, "content": message.content}
+    for name in ("reasoning_content", "tool_call_id", "task"):
+        if value := getattr(message, name):
+            out[name] = value
+    if message.tool_calls:
+        out["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return out
+
+
+def _json_object(field: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{field} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise invalid(f"{field} must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _tokenizer(engine: EngineLike, field: str) -> Any:
+    if engine.tokenizer is None:
+        raise invalid(f"{field} needs a tokenizer and the model's folder has none: send token_ids, or set --tokenizer")
+    return engine.tokenizer
+
+
+def _encode_text(engine: EngineLike, text: str, add_bos: bool) -> list[int]:
+    tokenizer = _tokenizer(engine, "text")
+    bos = [tokenizer.bos_token_id] if add_bos and tokenizer.bos_token_id is not None else []
+    return bos + tokenizer.encode(text)
