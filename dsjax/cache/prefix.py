@@ -278,6 +278,7 @@ class PrefixIndex:
             for snapshot in list(node.snapshots.values()):
                 self._drop_snapshot(snapshot, node)
             self._remove(node)
+            self._prune(node.parent, keep)
             return True
         return False
 
@@ -286,11 +287,12 @@ class PrefixIndex:
         del snapshot.node.snapshots[snapshot.tail]
         self._free_slots.append(snapshot.slot)
         self._release(snapshot.pages)
-        node: Node | None = snapshot.node
-        while node and node is not keep_node and node.is_bare:
-            parent = node.parent
+        self._prune(snapshot.node, keep_node)
+
+    def _prune(self, node: Node | None, keep: Node | None) -> None:
+        while node and node is not keep and node.is_bare:
             self._remove(node)
-            node = parent
+            node = node.parent
 
     def _remove(self, node: Node) -> None:
         node.alive = False
