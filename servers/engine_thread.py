@@ -214,10 +214,10 @@ class EngineThread:
             self._ended = ended
             left = list(self._inbox)
             self._inbox.clear()
-        if error is not None:
-            self.error = ended
-            self._on_loop(_set_exception, self._ready, error)
+        self.error = None if error is None else ended
         self._set_state(State.STOPPED if error is None else State.FAILED)
+        if error is not None:
+            self._on_loop(_set_exception, self._ready, error)
         for live in self._live.values():
             self._end(live.stream, ended)
         self._live.clear()

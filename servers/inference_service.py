@@ -68,7 +68,8 @@ class InferenceService(pb_grpc.InferenceServicer):
         self._config_json = config_json
         self._version = version
         self._start_s = time.monotonic()
-        self._refusal: RequestError | None = None  # set while draining
+        self._refusal: RequestError | None = None  # of new calls, while draining
+        self._ending: RequestError | None = None  # of every call, once the grace period is over
         self._streams: dict[str, EventStream] = {}
         self._preparing: set[_Preparing] = set()
         self._num_generating = 0
@@ -83,7 +84,7 @@ class InferenceService(pb_grpc.InferenceServicer):
 
     def end_streams(self, error: RequestError) -> None:
         """Ends every Generate call with `error`."""
-        self._refusal = error
+        self._refusal = self._ending = error
         for stream in self._streams.values():
             stream.fail(error)
 
@@ -136,7 +137,8 @@ class InferenceService(pb_grpc.InferenceServicer):
             await context.write(answer.message(answer.aborted()))
             return
         await self._wait_for_id(request_id)
-        self._require_serving()  # draining may have begun meanwhile
+        if self._ending is not None:
+            raise self._ending
         stream = self._thread.submit(request, max_unread_tokens=self._max_unread_tokens if message.stream else 0)
         self._streams[request_id] = stream
         try:

@@ -1,0 +1,197 @@
+"""The engine thread alone: ownership, hand-over, failures, sleep."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from dsjax.errors import ConfigError, ErrorCode, RequestError
+from dsjax.request import FinishReason, Request, SamplingParams, TokenEvent
+from servers.engine_thread import EngineThread, State
+from servers.streams import EventStream
+from tests.servers.fakes import FakeEngine
+from tests.servers.harness import TIMEOUT_S, until
+
+
+def _request(id: str = "x", **fields) -> Request:
+    params = SamplingParams(max_tokens=fields.pop("max_tokens", 3), ignore_eos=True, n=fields.pop("n", 1))
+    return Request(request_id=id, prompt_token_ids=[97], params=params, **fields)
+
+
+def _run(test, engine: FakeEngine | None = None, make=None) -> None:
+    async def body():
+        fake = engine or FakeEngine()
+        thread = EngineThread(make or (lambda: fake))
+        thread.start()
+        try:
+            if make is None:
+                await thread.wait_ready()
+            await test(thread, fake)
+        finally:
+            fake.gate.set()
+            fake.warm_gate.set()
+            assert await thread.stop(TIMEOUT_S)
+
+    asyncio.run(asyncio.wait_for(body(), 2 * TIMEOUT_S))
+
+
+async def _refusal(stream: EventStream) -> RequestError:
+    with pytest.raises(RequestError) as raised:
+        await stream.take_all()
+    return raised.value
+
+
+def test_every_call_of_the_engine_is_made_by_its_thread():
+    names = set()
+
+    class Watched(FakeEngine):
+        def __getattribute__(self, name):
+            if name in ("warm_up", "add", "cancel", "step", "has_work", "stats"):
+                names.add((name, threading.current_thread().name))
+            return super().__getattribute__(name)
+
+    async def test(thread, engine):
+        stream = thread.submit(_request())
+        assert (await stream.take_all())[0].text == "bcd"
+        await thread.call(lambda e: e.stats())
+        thread.cancel(thread.submit(_request()))
+        assert not await thread.abort("never")
+
+    _run(test, Watched())
+    assert names == {(n, "dsjax-engine") for n in ("warm_up", "add", "cancel", "step", "has_work", "stats")}
+
+
+def test_an_idle_thread_sleeps():
+    async def test(thread, engine):
+        await thread.submit(_request()).take_all()
+        steps = engine.num_steps
+        await thread.call(lambda e: None)
+        await thread.call(lambda e: None)
+        assert engine.num_steps == steps == 3
+        with thread._lock:  # waiting on the condition, the thread has let go of its lock
+            assert not thread._inbox
+
+    _run(test)
+
+
+def test_a_deadline_is_enforced_in_the_queue_and_while_running():
+    async def test(thread, engine):
+        running = thread.submit(_request("running", max_tokens=1 << 20, deadline_s=time.monotonic() + 0.05))
+        queued = thread.submit(_request("queued", deadline_s=time.monotonic() + 0.02))
+        for stream in (queued, running):
+            assert (await _refusal(stream)).code is ErrorCode.DEADLINE_EXCEEDED
+        assert ("start", "queued") not in engine.log
+        assert (await thread.submit(_request("next")).take_all())[0].text == "bcd"
+
+    _run(test, FakeEngine(max_num_seqs=1, max_model_len=1 << 30))
+
+
+def test_a_cancel_never_touches_a_later_request_of_the_same_id():
+    async def test(thread, engine):
+        first = thread.submit(_request())
+        await first.take_all()
+        second = thread.submit(_request())
+        thread.cancel(first)
+        first.closed.clear()  # even if the first one's end had not been seen yet
+        thread.cancel(first)
+        assert (await second.take_all())[0].text == "bcd"
+        assert ("cancel", "x") not in engine.log
+
+    _run(test)
+
+
+def test_a_cancel_is_done_before_the_next_step():
+    async def test(thread, engine):
+        engine.gate.clear()
+        stream = thread.submit(_request(max_tokens=1000))
+        await until(lambda: engine.waits == 1)
+        thread.cancel(stream)
+        engine.gate.set()
+        await stream.closed.wait()
+        assert (engine.num_steps, engine.has_work()) == (1, False)
+
+    _run(test)
+
+
+def test_a_failed_step_reaches_every_caller_and_every_later_one():
+    async def test(thread, engine):
+        engine.gate.clear()
+        streams = [thread.submit(_request(str(i))) for i in range(3)]
+        await until(lambda: engine.waits == 1)
+        late, call = thread.submit(_request("late")), asyncio.ensure_future(thread.call(lambda e: e.stats()))
+        engine.raise_in_step = ValueError("boom")
+        engine.gate.set()
+        text = "the engine failed and the server must be restarted: ValueError: boom"
+        for stream in (*streams, late, thread.submit(_request("later"))):
+            error = await _refusal(stream)
+            assert (error.code, error.message) == (ErrorCode.INTERNAL, text)
+            await stream.closed.wait()
+        for awaitable in (call, thread.abort("x")):
+            with pytest.raises(RequestError, match="boom"):
+                await awaitable
+        assert thread.state is State.FAILED
+
+    _run(test)
+
+
+def test_one_request_that_breaks_add_does_not_break_the_others():
+    async def test(thread, engine):
+        other = thread.submit(_request("other", max_tokens=50))
+        events = await other.take()
+        engine.raise_in_add = KeyError("odd")
+        error = await _refusal(thread.submit(_request("odd")))
+        assert (error.code, error.message) == (ErrorCode.INTERNAL, "the request could not be queued: KeyError: 'odd'")
+        events += await other.take_all()
+        assert (events[-1].finish_reason, events[-1].num_output_tokens) == (FinishReason.LENGTH, 50)
+
+    _run(test)
+
+
+def test_abort_of_n_ends_those_that_are_not_finished():
+    async def test(thread, engine):
+        engine.gate.clear()
+        stream = thread.submit(_request(n=2))
+        await until(lambda: engine.waits == 1)
+        abort = asyncio.ensure_future(thread.abort("x"))
+        await asyncio.sleep(0)
+        engine.gate.set()
+        assert await abort
+        events = await stream.take_all()
+        assert [(e.index, e.token_ids, e.finish_reason, e.num_output_tokens) for e in events] == [
+            (0, (98,), FinishReason.ABORT, 1),
+            (1, (98,), FinishReason.ABORT, 1),
+        ]
+
+    _run(test)
+
+
+@pytest.mark.parametrize("error", [ConfigError("model='x' has no config.json"), MemoryError("too large")])
+def test_an_engine_that_cannot_be_made_says_why(error):
+    def make():
+        raise error
+
+    async def test(thread, engine):
+        with pytest.raises(type(error), match=str(error)):
+            await thread.wait_ready()
+        assert thread.state is State.FAILED
+        assert (await _refusal(thread.submit(_request()))).code is ErrorCode.INTERNAL
+
+    _run(test, make=make)
+
+
+def test_what_is_unread_is_merged_and_bounded():
+    def event(token: int, **fields) -> TokenEvent:
+        return TokenEvent(request_id="x", token_ids=(token,), text=chr(token), **fields)
+
+    async def test():
+        stream = EventStream(_request(), max_unread_tokens=4)
+        assert stream.deliver([event(97), event(98)]) and stream.deliver([event(99)])
+        (merged,) = await stream.take()
+        assert (merged.token_ids, merged.text) == ((97, 98, 99), "abc")
+        assert stream.deliver([event(97)] * 4)  # what was taken counts no more
+        assert not stream.deliver([event(97)])
+        with pytest.raises(RequestError, match="5 tokens and log-probabilities unread, more than max_unread_tokens=4"):
+            await stream.take()
+
+    asyncio.run(test())
