@@ -18,19 +18,10 @@ import numpy as np
 
 from dsjax.cache.pool import PagePool
 from dsjax.cache.prefix import Node, PrefixIndex, PrefixMatch, UnitHashes
-from dsjax.cache.spec import CacheSpec, EntryKind
+from dsjax.cache.spec import CacheSpec, Copy, EntryKind
 
 NO_BOUNDARY = sys.maxsize
 SHORT_PROMPT_UNITS = 8  # prompts up to this many units leave a snapshot on each
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Page (all layers; CSA's also in the INDEX_KEY array) or, for STATE, slot `src` to `dst`."""
-
-    kind: EntryKind
-    src: int
-    dst: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,15 @@ class EntryKind(enum.Enum):
 POOL_KINDS = (EntryKind.WINDOW, EntryKind.CSA, EntryKind.HCA)  # the kinds with page tables of their own
 
 
+@dataclass(frozen=True)
+class Copy:
+    """Page (all layers; CSA's also in the INDEX_KEY array) or, for STATE, slot `src` to `dst`."""
+
+    kind: EntryKind
+    src: int
+    dst: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class KindSpec:
     """One kind of paged entry."""

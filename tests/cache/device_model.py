@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsjax.cache.manager import CacheManager, Copy
-from dsjax.cache.spec import EntryKind
+from dsjax.cache.manager import CacheManager
+from dsjax.cache.spec import Copy, EntryKind
 
 
 def prefix_names(salt: str, tokens: Sequence[int]) -> list[int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dsjax.cache.manager import NO_BOUNDARY, Admission, CacheManager, Copy
-from dsjax.cache.spec import EntryKind
+from dsjax.cache.manager import NO_BOUNDARY, Admission, CacheManager
+from dsjax.cache.spec import Copy, EntryKind
 from tests.cache.device_model import DeviceModel, prefix_names
 from tests.cache.specs import cache_spec
 
