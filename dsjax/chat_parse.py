@@ -312,9 +312,9 @@ def _message(reasoning: str, content: str, calls: Sequence[ToolCall]) -> dict[st
 
 
 _STRICT_CALL = re.compile(rf'<{DSML}invoke\s*name="(.*?)">\n')
-_STRICT_PARAMETER = re.compile(
-    rf'<{DSML}parameter name="(.*?)" string="(true|false)">(.*?)</{DSML}parameter>\n', re.DOTALL
-)
+_STRICT_PARAMETER_START = f"<{DSML}parameter"
+_STRICT_PARAMETER_END = f"</{DSML}parameter>\n"
+_STRICT_PARAMETER = re.compile(r' name="(.*?)" string="(true|false)">(.*)', re.DOTALL)
 _STRICT_CALL_END = re.compile(f"\n?</{DSML}invoke>\n")  # a call without parameters holds one empty line
 
 
@@ -361,12 +361,16 @@ def _strict_calls(text: str, at: int) -> tuple[list[ToolCall], int]:
             raise ParseError(f"Tool call format error at {text[at : at + 80]!r}")
         at = call.end()
         parameters: dict[str, str] = {}
-        while parameter := _STRICT_PARAMETER.match(text, at):
+        while text.startswith(_STRICT_PARAMETER_START, at):
+            end_at = text.find(_STRICT_PARAMETER_END, at)
+            parameter = _STRICT_PARAMETER.fullmatch(text, at + len(_STRICT_PARAMETER_START), max(end_at, at))
+            if parameter is None:
+                raise ParseError(f"Parameter format error at {text[at : at + 80]!r}")
             key, string, value = parameter.groups()
             if key in parameters:
                 raise ParseError(f"Duplicate parameter name: {key!r}")
             parameters[key] = json.dumps(value, ensure_ascii=False) if string == "true" else value
-            at = parameter.end()
+            at = end_at + len(_STRICT_PARAMETER_END)
         end = _STRICT_CALL_END.match(text, at)
         if end is None:
             raise ParseError(f"Parameter format error at {text[at : at + 80]!r}")
