@@ -1,3 +1,5 @@
+"""The prompt format: the handed cases, the rules of a conversation, and refusals that name the field."""
+
 import json
 
 import pytest

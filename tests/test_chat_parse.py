@@ -1,3 +1,5 @@
+"""Replies read back: strictly, leniently, and the same at every split of the text."""
+
 import json
 import random
 

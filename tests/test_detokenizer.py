@@ -1,3 +1,5 @@
+"""Streamed text equals decode of all ids; stop strings match the same at every split."""
+
 import random
 from itertools import product
 

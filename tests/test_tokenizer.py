@@ -1,3 +1,5 @@
+"""The tokenizer: the release's cases, and user text that cannot become a control id."""
+
 import json
 
 import pytest
