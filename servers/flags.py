@@ -17,6 +17,7 @@ from absl import flags
 from configs import serving
 from dsjax.config import EngineConfig, field_paths, override
 from dsjax.errors import ConfigError, RequestError
+from dsjax.request import SamplingParams
 
 DEFAULT_MODEL = "dsjax-nano"
 DEFAULT_PORT = 50051
@@ -102,6 +103,45 @@ def define_server_flags(values: flags.FlagValues) -> None:
     }
     for name, help_text in text.items():
         _define(values, name, type(getattr(d, name)), getattr(d, name), help_text)
+
+
+_SAMPLING: dict[str, tuple[type, str]] = {
+    "n": (int, "answers to each prompt"),
+    "temperature": (float, "0 is greedy"),
+    "top_p": (float, "keep the most likely tokens up to this probability"),
+    "top_k": (int, "keep that many of the most likely tokens; 0 or -1 keeps all"),
+    "min_p": (float, "drop tokens less likely than this times the most likely one"),
+    "presence_penalty": (float, "against tokens that occurred in the answer"),
+    "frequency_penalty": (float, "against tokens by how often they occurred in the answer"),
+    "repetition_penalty": (float, "against tokens that occurred in prompt or answer; 1 is none"),
+    "seed": (int, "makes the answer reproducible"),
+    "min_tokens": (int, "no stop of any kind before that many tokens"),
+    "max_tokens": (int, "longest answer; absent is what max_model_len leaves"),
+    "ignore_eos": (bool, "go on after the end token"),
+    "include_stop_str_in_output": (bool, "show the stop string that ended the answer"),
+    "skip_special_tokens": (bool, "leave control tokens out of the text"),
+    "logprobs": (int, "log-probabilities of that many of the most likely tokens"),
+    "prompt_logprobs": (int, "the same for the prompt's tokens"),
+}
+
+
+def define_sampling_flags(values: flags.FlagValues) -> None:
+    """Flags of SamplingParams' fields; a name that is defined already (the engine's `seed`) keeps its meaning."""
+    for name, (kind, text) in _SAMPLING.items():
+        if name not in values:
+            _define(values, name, kind, None, text)
+    flags.DEFINE_multi_string("stop", [], "end at this text; may be repeated", flag_values=values)
+    flags.DEFINE_multi_integer("stop_token_ids", [], "end at this token; may be repeated", flag_values=values)
+
+
+def sampling_params(values: flags.FlagValues, skip: Sequence[str] = ()) -> SamplingParams:
+    """Raises RequestError(INVALID_ARGUMENT) for a value outside its range."""
+    given = {name: values[name].value for name in _SAMPLING if name not in skip}
+    return SamplingParams(
+        **{name: value for name, value in given.items() if value is not None},
+        stop=tuple(values["stop"].value),
+        stop_token_ids=tuple(values["stop_token_ids"].value),
+    )
 
 
 def _define(values: flags.FlagValues, name: str, kind: type, default: Any, text: str) -> None:

@@ -62,7 +62,7 @@ def detokenize(engine: EngineLike, token_ids: list[int], skip_special_tokens: bo
     for token in token_ids:
         if token >= vocab_size:
             raise invalid(f"token_ids holds {token}: it must be less than vocab_size={vocab_size}")
-    return _tokenizer(engine, "token_ids").decode(token_ids, skip_special_tokens=skip_special_tokens)
+    return tokenizer_of(engine, "token_ids").decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 def chat_delta(parser: ReplyParser, event: TokenEvent) -> pb.ChatDelta:
@@ -107,7 +107,7 @@ def _tools(chat: pb.ChatPrompt) -> list[dict[str, Any]]:
 
 
 def _encode_chat(engine: EngineLike, chat: pb.ChatPrompt, tools: list[dict[str, Any]], mode: str) -> list[int]:
-    tokenizer = _tokenizer(engine, "chat")
+    tokenizer = tokenizer_of(engine, "chat")
     response_format = None
     if chat.HasField("response_format"):
         response_format = _json_object("response_format", chat.response_format)
@@ -148,13 +148,14 @@ def _json_object(field: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _tokenizer(engine: EngineLike, field: str) -> Any:
+def tokenizer_of(engine: EngineLike, field: str) -> Any:
+    """The engine's tokenizer. Raises RequestError(INVALID_ARGUMENT) naming `field` if it has none."""
     if engine.tokenizer is None:
         raise invalid(f"{field} needs a tokenizer and the model's folder has none: send token_ids, or set --tokenizer")
     return engine.tokenizer
 
 
 def _encode_text(engine: EngineLike, text: str, add_bos: bool) -> list[int]:
-    tokenizer = _tokenizer(engine, "text")
+    tokenizer = tokenizer_of(engine, "text")
     bos = [tokenizer.bos_token_id] if add_bos and tokenizer.bos_token_id is not None else []
     return bos + tokenizer.encode(text)

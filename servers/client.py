@@ -1,0 +1,213 @@
+"""`dsjax-client`: sends a prompt to a server and streams the answer to the terminal.  [no jax]
+
+The prompt is the words on the command line, or else stdin; with neither, on a terminal, a conversation is held.
+The answer goes to stdout, everything else to stderr. Exit code 0, 1 if the call failed, 2 for a wrong flag, 130 after
+Ctrl-C (which cancels the request).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+from absl import flags
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from dsjax.errors import ConfigError
+from servers import convert
+from servers import flags as server_flags
+from servers.proto.dsjax.v1 import inference_pb2 as pb
+from servers.proto.dsjax.v1 import inference_pb2_grpc as pb_grpc
+
+PROGRAM = "dsjax-client"
+USAGE = "dsjax-client [--server=HOST:PORT] [--chat] [--max_tokens=N] PROMPT..."
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """What the flags say besides the sampling parameters."""
+
+    server: str
+    chat: bool
+    system: str
+    thinking: bool
+    reasoning_effort: str | None
+    timeout_s: float | None
+    wait_s: float
+    max_message_bytes: int
+    usage: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script."""
+    return server_flags.run(PROGRAM, lambda: _main(sys.argv if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    values = flags.FlagValues()
+    _define_flags(values)
+    words = server_flags.parse(values, argv, USAGE, positional=True)
+    config = ClientConfig(**{name: values[name].value for name in ClientConfig.__dataclass_fields__})
+    if config.timeout_s is not None and config.timeout_s <= 0:
+        raise ConfigError(f"timeout_s={config.timeout_s} must be more than 0, or absent")
+    if not 1024 <= config.max_message_bytes < 1 << 31:
+        raise ConfigError(f"max_message_bytes={config.max_message_bytes} must be in [1024, {(1 << 31) - 1}]")
+    params = convert.sampling_params_message(server_flags.sampling_params(values))
+    options = [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),  # checked below, with an error that names the flag
+    ]
+    with grpc.insecure_channel(config.server, options=options) as channel:
+        try:
+            if config.wait_s:
+                _wait(channel, config.wait_s)
+            if not words and sys.stdin.isatty():
+                return _converse(channel, config, params)
+            prompt = " ".join(words) if words else sys.stdin.read()
+            _answer(channel, config, params, [pb.ChatMessage(role="user", content=prompt)])
+            return 0
+        except grpc.RpcError as error:
+            print(f"{PROGRAM}: error: {_sentence(error, config)}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return 130
+
+
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("server", f"localhost:{server_flags.DEFAULT_PORT}", "HOST:PORT", flag_values=values)
+    flags.DEFINE_boolean("chat", False, "send chat messages; off, the model continues the text", flag_values=values)
+    flags.DEFINE_string("system", "", "system message of a chat", flag_values=values)
+    flags.DEFINE_boolean("thinking", False, "let a chat reason first", flag_values=values)
+    flags.DEFINE_string("reasoning_effort", None, "low, high or max, of a chat with --thinking", flag_values=values)
+    flags.DEFINE_float("timeout_s", None, "deadline of each call", flag_values=values)
+    flags.DEFINE_float("wait_s", 0.0, "wait up to so long for the server to be ready", flag_values=values)
+    flags.DEFINE_integer(
+        "max_message_bytes", server_flags.DEFAULT_MAX_MESSAGE_BYTES, "largest message", flag_values=values
+    )
+    flags.DEFINE_boolean("usage", False, "print token counts and the finish reason to stderr", flag_values=values)
+    server_flags.define_sampling_flags(values)
+
+
+def _wait(channel: grpc.Channel, wait_s: float) -> None:
+    watch = health_pb2_grpc.HealthStub(channel).Watch(
+        health_pb2.HealthCheckRequest(), timeout=wait_s, wait_for_ready=True
+    )
+    for answer in watch:
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            watch.cancel()
+            return
+
+
+def _converse(channel: grpc.Channel, config: ClientConfig, params: pb.SamplingParams) -> int:
+    """Reads turns from the terminal until it ends; earlier turns are sent along in a chat."""
+    messages: list[pb.ChatMessage] = []
+    while True:
+        try:
+            turn = input("> ")
+        except EOFError:
+            print(file=sys.stderr)
+            return 0
+        if not turn:
+            continue
+        if not config.chat:
+            messages = []
+        messages.append(pb.ChatMessage(role="user", content=turn))
+        try:
+            messages.append(_answer(channel, config, params, messages))
+        except grpc.RpcError as error:
+            messages.pop()
+            print(f"{PROGRAM}: error: {_sentence(error, config)}", file=sys.stderr)
+
+
+def _answer(
+    channel: grpc.Channel, config: ClientConfig, params: pb.SamplingParams, messages: Sequence[pb.ChatMessage]
+) -> pb.ChatMessage:
+    """Streams the answer to stdout; returns it as a message (the first of n)."""
+    request = pb.GenerateRequest(sampling_params=params, stream=True)
+    if config.chat:
+        request.chat.thinking_mode = pb.THINKING_MODE_THINKING if config.thinking else pb.THINKING_MODE_CHAT
+        if config.reasoning_effort is not None:
+            request.chat.reasoning_effort = config.reasoning_effort
+        if config.system:
+            request.chat.messages.add(role="system", content=config.system)
+        request.chat.messages.extend(messages)
+    else:
+        request.text = messages[-1].content
+    convert.check_size(request, config.max_message_bytes, "request", "send a shorter prompt")
+    call = pb_grpc.InferenceStub(channel).Generate(request, timeout=config.timeout_s)
+    screen, answer = _Screen(params.n), pb.ChatMessage(role="assistant")
+    try:
+        for response in call:
+            for output in response.outputs:
+                screen.show(output, config.chat)
+                if output.index == 0:
+                    answer.content += output.chat.content if config.chat else output.text
+                    answer.reasoning_content += output.chat.reasoning_content
+                    answer.tool_calls.extend(output.chat.tool_calls)
+                if output.finish_reason and config.usage:
+                    _print_usage(response, output)
+    except KeyboardInterrupt:
+        call.cancel()
+        raise
+    finally:
+        screen.end()
+    return answer
+
+
+class _Screen:
+    """One answer is shown as it comes; of several, each when it is complete, under its number."""
+
+    def __init__(self, n: int):
+        self._several = n > 1
+        self._held: dict[int, list[str]] = {}
+        self._dim = False
+        self._color = sys.stdout.isatty()
+
+    def show(self, output: pb.Output, chat: bool) -> None:
+        if not chat:
+            pieces = [output.text]
+        else:
+            pieces = [self._style(True, output.chat.reasoning_content), self._style(False, output.chat.content)]
+            pieces += [f"\n{call.name}({call.arguments})" for call in output.chat.tool_calls]
+        if not self._several:
+            print("".join(pieces), end="", flush=True)
+            return
+        self._held.setdefault(output.index, []).extend(pieces)
+        if output.finish_reason:
+            print(f"[{output.index}] {''.join(self._held.pop(output.index))}", flush=True)
+
+    def _style(self, dim: bool, text: str) -> str:
+        if not text or dim == self._dim:
+            return text
+        self._dim = dim
+        gap = "" if dim else "\n\n"  # between reasoning and answer
+        return f"{(_DIM if dim else _PLAIN) if self._color else ''}{gap}{text}"
+
+    def end(self) -> None:
+        print(_PLAIN if self._dim and self._color else "", flush=True)
+
+
+def _print_usage(response: pb.GenerateResponse, output: pb.Output) -> None:
+    usage = response.usage
+    print(
+        f"\n[{output.index}] {usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
+        f"{output.completion_tokens} completion tokens, finished by {convert.FINISH_NAMES[output.finish_reason]}",
+        file=sys.stderr,
+    )
+
+
+def _sentence(error: grpc.RpcError, config: ClientConfig) -> str:
+    code, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+        details += f": raise --max_message_bytes={config.max_message_bytes}"
+    if code is grpc.StatusCode.UNAVAILABLE and "connect" in details:
+        details = f"no server answers at {config.server}: start dsjax-serve, or set --server ({details})"
+    return f"{code.name}: {details}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""`python -m tests.servers.serve_fake FLAGS`: the real dsjax-serve with a fake engine, for tests of the process."""
+
+import sys
+import time
+
+from servers.main import main
+from tests.servers.fakes import FakeEngine
+
+
+class PacedEngine(FakeEngine):
+    """A token takes 2 ms, so that a stream of known length is still running when a signal comes."""
+
+    def step(self):
+        time.sleep(0.002)
+        return super().step()
+
+
+if __name__ == "__main__":
+    sys.exit(main(make_engine=lambda config: PacedEngine()))

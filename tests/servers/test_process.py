@@ -1,0 +1,138 @@
+"""dsjax-serve as a process: the ready line, signals, the exit code; and the client program against it."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from servers import client
+from servers.proto.dsjax.v1 import inference_pb2 as pb
+from servers.proto.dsjax.v1 import inference_pb2_grpc as pb_grpc
+from tests.servers.harness import TIMEOUT_S, request
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def _server(*flags: str, module: str = "tests.servers.serve_fake") -> Iterator[tuple[subprocess.Popen, str]]:
+    """(process, HOST:PORT) of a server that is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, "--port=0", *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ, PYTHONPATH=str(ROOT)),
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    log: list[str] = []
+    reader = threading.Thread(target=lambda: log.extend(process.stderr))  # so that a full pipe never blocks it
+    reader.start()
+    watchdog = threading.Timer(TIMEOUT_S, process.kill)
+    watchdog.start()
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("dsjax-serve ready on 127.0.0.1:"), (line, log)
+        yield process, line.split()[-1]
+    finally:
+        process.kill()
+        process.wait()
+        watchdog.cancel()
+        reader.join()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_four_streams_and_exits_with_0(number):
+    with _server("--grace-period-s=20") as (process, address), grpc.insecure_channel(address) as channel:
+        stub, health = pb_grpc.InferenceStub(channel), health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        calls = [stub.Generate(request(id=str(i), max_tokens=150, ignore_eos=True)) for i in range(4)]
+        begun = [next(call) for call in calls]
+        process.send_signal(number)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.RpcError) as raised:
+            next(stub.Generate(request()))
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+        for first, call in zip(begun, calls, strict=True):
+            ids = [i for message in (first, *call) for i in message.outputs[0].token_ids]
+            assert ids == [(100 + i) % 256 for i in range(150)]
+        watch.cancel()
+        assert process.wait(TIMEOUT_S) == 0
+
+
+def test_without_grace_four_streams_end_with_a_status_and_the_exit_code_is_0():
+    with _server("--grace_period_s=0") as (process, address), grpc.insecure_channel(address) as channel:
+        stub = pb_grpc.InferenceStub(channel)
+        calls = [stub.Generate(request(id=str(i), ignore_eos=True)) for i in range(4)]
+        for call in calls:
+            next(call)
+        process.send_signal(signal.SIGTERM)
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as raised:
+                list(call)
+            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+            assert "grace_period_s=0.0 was over" in raised.value.details()  # type: ignore[attr-defined]
+        assert process.wait(TIMEOUT_S) == 0
+
+
+def test_a_second_signal_ends_the_streams_at_once():
+    with _server("--grace_period_s=1000") as (process, address), grpc.insecure_channel(address) as channel:
+        stub, health = pb_grpc.InferenceStub(channel), health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        next(watch)
+        call = stub.Generate(request(ignore_eos=True))
+        next(call)
+        process.send_signal(signal.SIGINT)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(grpc.RpcError) as raised:
+            list(call)
+        assert "a second signal came" in raised.value.details()  # type: ignore[attr-defined]
+        watch.cancel()
+        assert process.wait(TIMEOUT_S) == 0
+
+
+def test_a_taken_port_is_one_line_and_exit_code_2():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.servers.serve_fake", f"--port={taken.getsockname()[1]}"],
+            capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cannot be listened on" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_client_program_streams_an_answer(capsys):
+    with _server() as (_, address):
+        code = client.main(["dsjax-client", f"--server={address}", "--max-tokens=3", "--usage", "--wait_s=10", "abc"])
+        out, err = capsys.readouterr()
+        assert (code, out) == (0, "def\n")
+        assert "3 prompt tokens (0 cached), 3 completion tokens, finished by length" in err
+        assert client.main(["dsjax-client", f"--server={address}", "--n=2", "--max_tokens=2", "x"]) == 0
+        assert sorted(capsys.readouterr().out.split("\n")) == ["", "", "[0] yz", "[1] yz"]
+        assert client.main(["dsjax-client", f"--server={address}", "--timeout_s=0.05", "--ignore_eos", "x"]) == 1
+        assert "dsjax-client: error: DEADLINE_EXCEEDED" in capsys.readouterr().err
+        assert client.main(["dsjax-client", f"--server={address}", "--min_tokens=4000", "--max_tokens=9", "x"]) == 2
+        assert "min_tokens=4000 is not allowed" in capsys.readouterr().err
+
+
+def test_the_client_program_names_the_server_that_does_not_answer(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert client.main(["dsjax-client", f"--server=127.0.0.1:{port}", "hello"]) == 1
+    assert f"no server answers at 127.0.0.1:{port}: start dsjax-serve, or set --server" in capsys.readouterr().err
+
+
+def test_server_info_holds_the_resolved_config():
+    with _server("--max_num_seqs=5") as (_, address), grpc.insecure_channel(address) as channel:
+        info = pb_grpc.InferenceStub(channel).GetServerInfo(pb.GetServerInfoRequest())
+    assert '"scheduler.max_num_seqs": 5' in info.config_json
+    assert (info.state, info.max_message_bytes) == (pb.SERVER_STATE_SERVING, 256 << 20)
