@@ -133,6 +133,10 @@ class Request:
     num_preemptions: int = 0
     sibling: Request | None = None  # for n > 1: wait until this one's prompt is in the cache
     seed: int = 0  # resolved: params.seed + index, or drawn once at add
+    stop_ids: frozenset[int] = frozenset()  # ids that end it: stop_token_ids, and EOS unless ignored; set at add
+    max_total_tokens: int = 0  # prompt and output together; set at add
+    num_prefill_tokens: int = 0  # tokens it had when it got its slot
+    first_of_stay: bool = True  # no step dispatched since it got its slot
 
     def __post_init__(self):
         if not self.token_ids:

@@ -15,7 +15,7 @@ from dsjax.config import CacheConfig, LayerKind, ModelConfig, SchedulerConfig
 from dsjax.errors import ConfigError
 
 
-class EntryKind(enum.Enum):
+class EntryKind(enum.StrEnum):
     """What an entry of the cache is."""
 
     WINDOW = "window"  # the raw latent of a token; only the last `sliding_window` matter

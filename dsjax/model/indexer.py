@@ -10,6 +10,7 @@ from dsjax.config import LayerKind, ModelConfig
 from dsjax.model.compressor import Compressor
 from dsjax.model.param import HIGHEST, Linear
 from dsjax.model.rope import CosSin, frequencies, rotate
+from pallas_kernels.indexer_topk import index_scores
 
 
 class Indexer(nnx.Module):
@@ -42,8 +43,7 @@ class Indexer(nnx.Module):
         """One whole sequence: x [S, D] -> which of the C entries each query attends to, [S, C] bool."""
         keys = self.compressor.full(x)  # [C, dI]
         q, weights = self.queries(x, c_q, table)
-        products = jnp.einsum("thd,cd->thc", q, keys, preferred_element_type=jnp.float32)
-        scores = jnp.einsum("thc,th->tc", jax.nn.relu(products), weights, precision=HIGHEST)
+        scores = index_scores(q, weights, keys)
         if tap is not None:
             tap("index_scores", scores)
         num_entries = keys.shape[0]

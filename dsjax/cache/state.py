@@ -1,0 +1,39 @@
+"""The cache's device arrays. The runner owns them: every step takes them donated and returns them updated."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dsjax.cache.spec import CacheSpec, EntryKind
+from dsjax.config import LayerKind, ModelConfig
+
+
+class CacheState(NamedTuple):
+    """Pools [layers * pages, entries_per_page, width] and STATE [layers * slots, 3, channels] float32, by kind.
+
+    STATE's middle axis is (maximum, denominator, weighted sum); its channels are those of `pallas_kernels.compress`.
+    """
+
+    pools: dict[EntryKind, jax.Array]
+    states: dict[EntryKind, jax.Array]
+
+    @classmethod
+    def create(cls, spec: CacheSpec, config: ModelConfig, dtype: jnp.dtype, fill: float = 0.0) -> CacheState:
+        """Fresh arrays; tests fill them with NaN, so that a read of something unwritten shows."""
+        num_csa, num_hca = config.layer_kinds.count(LayerKind.CSA), config.layer_kinds.count(LayerKind.HCA)
+        layouts = {
+            EntryKind.CSA: (num_csa, 3 * config.head_dim),
+            EntryKind.INDEX_KEY: (num_csa, 3 * config.index_head_dim),
+            EntryKind.HCA: (num_hca, config.head_dim),
+        }
+        return cls(
+            pools={kind: jnp.full(kind_spec.shape, fill, dtype) for kind, kind_spec in spec.kinds.items()},
+            states={
+                kind: jnp.full((layers * spec.num_state_slots, 3, channels), fill, jnp.float32)
+                for kind, (layers, channels) in layouts.items()
+                if layers
+            },
+        )

@@ -1,0 +1,345 @@
+"""The engine: adds and cancels requests, and is the only loop. One thread calls it.
+
+Step n is sent to the device before step n - 1 is read, so the host's work hides behind the device's.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from dsjax.cache.manager import CacheManager
+from dsjax.config import EngineConfig, ModelConfig
+from dsjax.detokenizer import Detokenizer
+from dsjax.errors import ErrorCode, RequestError, invalid
+from dsjax.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from dsjax.runner.compiles import COMPILES
+from dsjax.runner.runner import Runner, StepOutput
+from dsjax.scheduler.plan import RowPlan, StepPlan
+from dsjax.scheduler.scheduler import Scheduler
+from dsjax.tokenizer import Tokenizer
+
+log = logging.getLogger("dsjax")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Gauges now, and totals since the start."""
+
+    num_waiting: int
+    num_running: int
+    num_pages_total: int
+    num_pages_free: int
+    num_pages_cached: int  # free as soon as someone wants them
+    kv_cache_usage: float  # in [0, 1], of the fullest pool
+    num_compiles_after_warm_up: int
+    num_requests: int
+    num_finished: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_steps: int
+    num_computed_tokens: int
+
+
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    output: StepOutput
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """What the engine keeps of a live request besides the scheduler's view."""
+
+    request: Request
+    detokenizer: Detokenizer | None  # None without a tokenizer: ids only
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    started: bool = False  # an event has been emitted
+
+
+class Engine:
+    """Serves one model. `step` raising means that the engine is dead: nothing after it can be trusted."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+    ):
+        self.config, self.model_config, self.runner, self.tokenizer = config, model_config, runner, tokenizer
+        self.max_model_len = max_model_len
+        self.cache = CacheManager(runner.spec)
+        self.scheduler = Scheduler(config.scheduler, self.cache)
+        self._live: dict[str, list[_Sequence]] = {}  # by the caller's id
+        self._by_request: dict[str, _Sequence] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._seeds = random.Random(config.seed)
+        self._deadlines = 0  # live sequences that have one
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, progress: bool = False) -> Engine:
+        """Loads the checkpoint and builds the engine; `warm_up` is the caller's next step. Raises ConfigError."""
+        from dsjax.load import load_engine
+
+        return load_engine(config, progress=progress)
+
+    def warm_up(self, progress: bool = False) -> None:
+        """Compiles every step shape."""
+        self.runner.warm_up(progress)
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues a request; `params.n` > 1 becomes that many sequences with the same id and an `index` each.
+
+        Raises RequestError: INVALID_ARGUMENT for a prompt or limit that cannot be served, ALREADY_EXISTS for an id
+        that is live, RESOURCE_EXHAUSTED when the queue is full.
+        """
+        params = request.params
+        if request.request_id in self._live:
+            raise RequestError(
+                ErrorCode.ALREADY_EXISTS, f"request_id={request.request_id!r} is live; use another, or none for a new one"
+            )
+        max_total = self._max_total_tokens(request)
+        vocab = self.model_config.vocab_size
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            bad = next((i for i in ids if not 0 <= i < vocab), None)
+            if bad is not None:
+                raise invalid(f"{name} names token {bad}: ids of this model are in [0, vocab_size={vocab})")
+        if params.stop and self.tokenizer is None:
+            raise invalid("stop needs a tokenizer and this engine has none; use stop_token_ids")
+        free = self.config.scheduler.max_num_waiting - len(self.scheduler.waiting)
+        if free < params.n:
+            raise RequestError(
+                ErrorCode.RESOURCE_EXHAUSTED,
+                f"{len(self.scheduler.waiting)} requests are waiting and n={params.n} more exceed the limit "
+                f"max_num_waiting={self.config.scheduler.max_num_waiting}; retry later",
+            )
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self.model_config.eos_token_ids)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        sequences: list[_Sequence] = []
+        for index in range(params.n):
+            child = Request(
+                request_id=f"{request.request_id}#{index}",
+                parent_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                params=params,
+                cache_salt=request.cache_salt,
+                arrival_s=request.arrival_s or time.monotonic(),
+                deadline_s=request.deadline_s,
+                index=index,
+                sibling=sequences[0].request if sequences else None,
+                seed=seed + index,
+                stop_ids=stop_ids,
+                max_total_tokens=max_total,
+            )
+            self.scheduler.add(child)
+            sequences.append(
+                _Sequence(
+                    request=child,
+                    detokenizer=Detokenizer(self.tokenizer, params) if self.tokenizer else None,
+                    prompt_logprobs=None if params.prompt_logprobs is None else [None],
+                )
+            )
+        self._deadlines += request.deadline_s is not None
+        self._live[request.request_id] = sequences
+        self._by_request.update((s.request.request_id, s) for s in sequences)
+
+    def _max_total_tokens(self, request: Request) -> int:
+        """Prompt and output tokens the request may reach. Raises RequestError if it cannot even draw one token."""
+        ids, params, vocab = request.prompt_token_ids, request.params, self.model_config.vocab_size
+        if not ids:
+            raise invalid("the prompt is empty: give at least one token")
+        if len(ids) >= self.max_model_len:
+            raise invalid(
+                f"the prompt has {len(ids)} tokens, and with one token of output exceeds max_model_len={self.max_model_len}"
+            )
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocab:
+            raise invalid(
+                f"prompt token {low if low < 0 else high} is not a token: ids of this model are in [0, vocab_size={vocab})"
+            )
+        scheduler = self.config.scheduler
+        if not scheduler.enable_chunked_prefill and len(ids) > scheduler.max_num_batched_tokens:
+            raise invalid(
+                f"the prompt has {len(ids)} tokens, more than max_num_batched_tokens={scheduler.max_num_batched_tokens}, "
+                "and enable_chunked_prefill is off"
+            )
+        most = self.runner.spec.max_request_tokens
+        total = min(self.max_model_len, len(ids) + (params.max_tokens or self.max_model_len))
+        if params.max_tokens is None:
+            total = min(total, most)
+        if total > most or len(ids) >= most:
+            raise invalid(
+                f"prompt and max_tokens make {max(total, len(ids) + 1)} tokens, and the cache holds {most}: raise "
+                "num_gpu_blocks_override or cache_memory_bytes, or ask for less"
+            )
+        if params.min_tokens > total - len(ids):
+            raise invalid(
+                f"min_tokens={params.min_tokens} is more than the {total - len(ids)} tokens that "
+                f"max_model_len={self.max_model_len} leaves after the prompt"
+            )
+        return total
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request without an event; its pages return at once. False if it was not live."""
+        sequences = self._live.get(request_id)
+        if sequences is None:
+            return False
+        for sequence in list(sequences):
+            self._end(sequence, keep=False)
+        return True
+
+    def has_work(self) -> bool:
+        return self.scheduler.num_live > 0 or bool(self._in_flight)
+
+    # --- the loop ------------------------------------------------------------------------------
+
+    def step(self) -> list[TokenEvent]:
+        """Sends the next step, then reads the one before it. Returns what became known, perhaps nothing."""
+        events = self._expire()
+        plan = self.scheduler.schedule()
+        if plan.rows:
+            output = self.runner.dispatch(plan)
+            self.scheduler.dispatched(plan)
+            self._in_flight.append(_InFlight(plan, output))
+        if len(self._in_flight) > 1 or (self._in_flight and not plan.rows):
+            events += self._complete(self._in_flight.popleft())
+        return events
+
+    def _expire(self) -> list[TokenEvent]:
+        if not self._deadlines:
+            return []
+        events = []
+        for request in self.scheduler.expired(time.monotonic()):
+            sequence = self._by_request[request.request_id]
+            state = request.status.value
+            self._end(sequence, keep=False)
+            error = RequestError(
+                ErrorCode.DEADLINE_EXCEEDED,
+                f"the deadline passed while {state}, after {request.num_output_tokens} output tokens",
+            )
+            events.append(self._event(sequence, error=error))
+        return events
+
+    def _complete(self, step: _InFlight) -> list[TokenEvent]:
+        output = self.runner.read(step.output)
+        events, token = [], 0
+        for r, row in enumerate(step.plan.rows):
+            sequence = self._by_request.get(row.request.request_id)
+            if sequence is not None and sequence.request is row.request:
+                if sequence.prompt_logprobs is not None:
+                    _add_prompt_logprobs(sequence, row, output, token)
+                if row.samples and self.scheduler.complete(row, int(output.tokens[r])):
+                    events.append(self._advance(sequence, output, r))
+            token += row.num_new
+        return events
+
+    def _advance(self, sequence: _Sequence, output: StepOutput, r: int) -> TokenEvent:
+        """Handles one new token of a sequence: text, stops, limits."""
+        request, params = sequence.request, sequence.request.params
+        token = request.token_ids[-1]
+        reason: FinishReason | None = None
+        matched: str | int | None = None
+        text = ""
+        stopped = token in request.stop_ids  # never before min_tokens: the step holds these ids back until then
+        detokenizer = sequence.detokenizer
+        if stopped:
+            reason = FinishReason.STOP
+            matched = token if token in params.stop_token_ids else None
+        if detokenizer is not None:
+            # a stop token's own text is not part of the answer, unless asked for
+            hidden = stopped and not (params.include_stop_str_in_output and matched is not None)
+            match = None if hidden else detokenizer.add([token])
+            if match is not None and reason is None:
+                reason, matched = FinishReason.STOP, match.stop
+        if reason is None and len(request.token_ids) >= request.max_total_tokens:
+            reason = FinishReason.LENGTH
+        if detokenizer is not None:
+            if reason is not None:
+                detokenizer.finish()
+            text = detokenizer.take_text()
+        logprobs = ()
+        if params.logprobs is not None:
+            logprobs = (_token_logprobs(token, output.logprobs, r, params.logprobs),)
+        if reason is not None:
+            self._end(sequence, keep=True)
+        return self._event(
+            sequence, token_ids=(token,), text=text, logprobs=logprobs, finish_reason=reason, matched_stop=matched
+        )
+
+    def _event(self, sequence: _Sequence, **fields) -> TokenEvent:
+        request = sequence.request
+        prompt_logprobs = None
+        if not sequence.started and sequence.prompt_logprobs is not None and "error" not in fields:
+            prompt_logprobs = tuple(sequence.prompt_logprobs)
+        sequence.started = True
+        return TokenEvent(
+            request_id=request.parent_id,
+            index=request.index,
+            prompt_logprobs=prompt_logprobs,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached,
+            num_output_tokens=request.num_output_tokens,
+            **fields,
+        )
+
+    def _end(self, sequence: _Sequence, *, keep: bool) -> None:
+        request = sequence.request
+        self.scheduler.finish(request, keep=keep)
+        del self._by_request[request.request_id]
+        siblings = self._live[request.parent_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._live[request.parent_id]
+            self._deadlines -= request.deadline_s is not None
+
+    # --- looking -------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        cache = self.cache
+        return EngineStats(
+            num_waiting=len(self.scheduler.waiting),
+            num_running=len(self.scheduler.running),
+            num_pages_total=cache.num_total,
+            num_pages_free=cache.num_free,
+            num_pages_cached=cache.num_cached,
+            kv_cache_usage=cache.usage,
+            num_compiles_after_warm_up=COMPILES.after_warm_up,
+            **asdict(self.scheduler.counters),
+        )
+
+    def reset_prefix_cache(self) -> None:
+        self.cache.reset_prefix_cache()
+
+
+def _token_logprobs(token: int, logprobs, r: int, num_top: int) -> TokenLogprobs:
+    top = tuple(
+        (int(i), float(v)) for i, v in zip(logprobs.top_ids[r, :num_top], logprobs.top[r, :num_top], strict=True)
+    )
+    return TokenLogprobs(token_id=token, logprob=float(logprobs.chosen[r]), rank=int(logprobs.rank[r]), top=top)
+
+
+def _add_prompt_logprobs(sequence: _Sequence, row: RowPlan, output: StepOutput, token: int) -> None:
+    """Appends what this step says of prompt positions start + 1 .. end (recomputed ones are known already)."""
+    request, known = row.request, sequence.prompt_logprobs
+    assert known is not None and request.params.prompt_logprobs is not None
+    for position in range(row.start + 1, min(row.end + 1, request.num_prompt_tokens)):
+        if position == len(known):
+            at = token + position - 1 - row.start
+            known.append(
+                _token_logprobs(
+                    request.prompt_token_ids[position], output.prompt_logprobs, at, request.params.prompt_logprobs
+                )
+            )
+

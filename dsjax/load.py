@@ -1,0 +1,125 @@
+"""From a config to a running engine: finds the checkpoint, loads it, sizes the cache, builds the runner."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import logging
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from dsjax import checkpoint
+from dsjax.cache.spec import CacheSpec
+from dsjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from dsjax.engine import Engine
+from dsjax.errors import ConfigError
+from dsjax.model.build import assemble
+from dsjax.runner.runner import Runner
+from dsjax.tokenizer import Tokenizer
+
+log = logging.getLogger("dsjax")
+
+EMBEDDED = ("dsjax-nano",)  # models that come with the package
+
+
+def model_dir(model: str) -> Path:
+    """The folder of a checkpoint: a path, or the name of an embedded model. Raises ConfigError."""
+    if model in EMBEDDED:
+        return Path(str(importlib.resources.files("dsjax") / "embedded" / model))
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"model={model!r} is not a folder, nor an embedded model ({', '.join(EMBEDDED)})")
+    return path
+
+
+def resolve_dtype(dtype: str) -> jnp.dtype:
+    """auto is float32 on the CPU, where bfloat16 has slow paths, and bfloat16 elsewhere."""
+    if dtype == "auto":
+        dtype = "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
+    return jnp.dtype(dtype)
+
+
+def load_runner(
+    path: Path,
+    config: ModelConfig,
+    *,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    dtype: str = "auto",
+    progress: bool = False,
+    **options,
+) -> tuple[Runner, int]:
+    """Loads a checkpoint into a runner; also returns the longest sequence it may be asked to hold."""
+    max_model_len = scheduler.max_model_len or config.max_position_embeddings
+    if max_model_len > config.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is more than the model's max_position_embeddings="
+            f"{config.max_position_embeddings}"
+        )
+    compute = resolve_dtype(dtype)
+    stored = compute if cache.kv_cache_dtype == "auto" else jnp.dtype(cache.kv_cache_dtype)
+    spec = CacheSpec.of(config, cache, scheduler, max_model_len, stored.itemsize)
+    # The engine's step does not run the MTP block, so its weights are not loaded.
+    params = checkpoint.load_params(path, config, compute.name, include_mtp=False, progress=progress)
+    graph, state = assemble(config, params, compute, with_mtp=False)
+    runner = Runner(
+        config=config,
+        graph=graph,
+        params=state,
+        spec=spec,
+        scheduler=scheduler,
+        dtype=compute,
+        cache_dtype=stored,
+        **options,
+    )
+    return runner, max_model_len
+
+
+def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
+    """Builds the engine of a config. Raises ConfigError for anything that cannot be used."""
+    path = model_dir(config.model)
+    use_compile_cache(config.compilation_cache_dir)
+    model_config = ModelConfig.from_dir(path)
+    tokenizer = load_tokenizer(config, path)
+    runner, max_model_len = load_runner(
+        path,
+        model_config,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        dtype=config.dtype,
+        progress=progress,
+        fail_on_recompile=config.fail_on_recompile,
+    )
+    if tokenizer is not None:
+        extra = tuple(i for i in tokenizer.eos_token_ids if i not in model_config.eos_token_ids)
+        model_config = dataclasses.replace(model_config, eos_token_ids=model_config.eos_token_ids + extra)
+    return Engine(
+        config=config, model_config=model_config, runner=runner, tokenizer=tokenizer, max_model_len=max_model_len
+    )
+
+
+def load_tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:
+    """The tokenizer beside the weights, or the one named; None (ids only) where the folder has none."""
+    if config.tokenizer:
+        return Tokenizer.from_path(config.tokenizer)
+    if (path / "tokenizer.json").is_file():
+        return Tokenizer.from_path(path)
+    log.warning("%s has no tokenizer.json: prompts and answers are token ids only", path)
+    return None
+
+
+def use_compile_cache(folder: str) -> None:
+    """Turns on JAX's persistent compilation cache, so that a second start compiles nothing."""
+    if not folder:
+        return
+    folder = os.path.expanduser(folder)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"compilation_cache_dir={folder!r} cannot be made: {error.strerror}") from error
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,138 @@
+"""The engine's way through the network: a packed, ragged step over the paged cache.
+
+Every layer writes its new entries first and then reads the updated pool: reading a slice of a pool before writing
+it makes XLA copy the pool.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dsjax.cache.spec import EntryKind
+from dsjax.cache.state import CacheState
+from dsjax.config import LayerKind
+from dsjax.model.attention import Attention
+from dsjax.model.batch import ForwardBatch
+from dsjax.model.compressor import Compressor
+from dsjax.model.rope import CosSin
+from dsjax.model.transformer import Transformer
+from pallas_kernels.blocks import Pages
+from pallas_kernels.cache_write import cache_write
+from pallas_kernels.compress import compress
+from pallas_kernels.csa_attention import csa_attention
+from pallas_kernels.hca_attention import hca_attention
+from pallas_kernels.indexer_topk import indexer_topk
+from pallas_kernels.swa_attention import swa_attention
+
+ENTRY_KIND = {LayerKind.CSA: EntryKind.CSA, LayerKind.HCA: EntryKind.HCA}
+
+
+def forward(
+    model: Transformer, batch: ForwardBatch, cache: CacheState, num_pages: dict[EntryKind, int]
+) -> tuple[jax.Array, CacheState]:
+    """Runs the new tokens of every row. `num_pages` is the pages a layer of each kind has.
+
+    Returns the last streams [S, T, D] (meaningless at padding) and the updated cache.
+    """
+    with jax.named_scope("embed"):
+        streams = model.embed.as_streams(batch.token_ids)
+        tables = model.tables(batch.positions)
+    nth = dict.fromkeys(LayerKind, 0)  # how many layers of each kind came before
+    for layer, block in enumerate(model.layers):
+
+        def attend(x: jax.Array, layer=layer, block=block) -> jax.Array:
+            nonlocal cache
+            step = _LayerStep(batch, cache, num_pages, layer, nth[block.kind])
+            out = step.attend(block.attn, x, tables[block.kind])
+            cache = step.cache
+            return out
+
+        with jax.named_scope(f"layer{layer}"):
+            streams = block(streams, batch.token_ids, attend, batch.num_tokens)
+        nth[block.kind] += 1
+    return streams, cache
+
+
+class _LayerStep:
+    """One layer's reads and writes of the cache."""
+
+    def __init__(self, batch: ForwardBatch, cache: CacheState, num_pages: dict[EntryKind, int], layer: int, nth: int):
+        self.batch, self.cache, self.num_pages = batch, cache, num_pages
+        self.layer, self.nth = layer, nth  # among all layers, and among the layers of this kind
+
+    def attend(self, attn: Attention, x: jax.Array, table: CosSin) -> jax.Array:
+        """x [T, D] normed -> [T, D]."""
+        batch, config = self.batch, attn.config
+        c_q, q, kv = attn.project(x, table)
+        self._write(EntryKind.WINDOW, batch.window_slot, kv, self.layer)
+        window = self._pages(EntryKind.WINDOW, self.layer)
+        queries = self._blocked(q)
+        common = {"window": config.sliding_window, "scale": config.head_dim**-0.5}
+        if attn.kind is LayerKind.SLIDING:
+            o = swa_attention(queries, batch.blocks, window, attn.sink[...], **common)
+            return attn.output(self._packed(o, x.dtype), table)
+
+        kind, ratio = ENTRY_KIND[attn.kind], attn.compressor.ratio
+        self._compress(attn.compressor, kind, x)
+        entries = self._pages(kind, self.nth)
+        if attn.kind is LayerKind.HCA:
+            o = hca_attention(queries, batch.blocks, window, entries, attn.sink[...], ratio=ratio, **common)
+        else:
+            self._compress(attn.indexer.compressor, EntryKind.INDEX_KEY, x)
+            index_q, weights = attn.indexer.queries(x, c_q, table)
+            chosen = indexer_topk(
+                self._blocked(index_q),
+                self._blocked(weights),
+                batch.blocks,
+                self._pages(EntryKind.INDEX_KEY, self.nth),
+                ratio=ratio,
+                k=config.index_topk,
+            )
+            o = csa_attention(queries, batch.blocks, window, entries, chosen, attn.sink[...], ratio=ratio, **common)
+        return attn.output(self._packed(o, x.dtype), table)
+
+    def _compress(self, compressor: Compressor, kind: EntryKind, x: jax.Array) -> None:
+        """Stores the entries of the windows that close in this step, and each row's state after it."""
+        batch = self.batch
+        table_kind = EntryKind.CSA if kind is EntryKind.INDEX_KEY else kind
+        pieces = batch.pieces[table_kind]
+        values, logits = compressor.project(x, batch.positions)
+        states = self.cache.states[kind]
+        num_slots = states.shape[0] // self._num_layers(kind)
+        slot = batch.row_slot + self.nth * num_slots
+        state = jnp.take(states, slot, axis=0, mode="fill", fill_value=0)
+        pooled, state = compress(
+            values,
+            logits,
+            pieces,
+            state,
+            batch.row_position,
+            ratio=compressor.ratio,
+            overlap=compressor.overlap,
+        )
+        self.cache = self.cache._replace(
+            states={**self.cache.states, kind: states.at[slot].set(state, mode="drop")}
+        )
+        entries = compressor.finish(pooled, pieces.window, x.dtype)
+        self._write(kind, pieces.entry_slot, entries, self.nth)
+
+    def _num_layers(self, kind: EntryKind) -> int:
+        return self.cache.pools[kind].shape[0] // self.num_pages[kind]
+
+    def _write(self, kind: EntryKind, slots: jax.Array, entries: jax.Array, layer: int) -> None:
+        pool = cache_write(self.cache.pools[kind], slots, entries, layer=layer, num_pages=self.num_pages[kind])
+        self.cache = self.cache._replace(pools={**self.cache.pools, kind: pool})
+
+    def _pages(self, kind: EntryKind, layer: int) -> Pages:
+        table = self.batch.tables[EntryKind.CSA if kind is EntryKind.INDEX_KEY else kind]
+        return Pages(self.cache.pools[kind], table, layer, self.num_pages[kind])
+
+    def _blocked(self, x: jax.Array) -> jax.Array:
+        """[T, ...] -> [NB, B, ...], zero at padding."""
+        return jnp.take(x, self.batch.block_token, axis=0, mode="fill", fill_value=0)
+
+    def _packed(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """[NB, B, ...] -> [T, ...]."""
+        flat = x.reshape(-1, *x.shape[2:])
+        return jnp.take(flat, self.batch.token_block, axis=0, mode="clip").astype(dtype)

@@ -1,0 +1,1 @@
+"""Turns a step's plan into device work."""

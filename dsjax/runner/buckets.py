@@ -1,0 +1,71 @@
+"""The few shapes a step can have; all are compiled at warm-up.  [no jax]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsjax.config import SchedulerConfig
+
+BLOCK_QUERIES = 16  # queries of a row that share a read of its keys; 16 wastes little on a chunk's ragged end
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A padded step: `num_tokens` tokens of at most `num_rows` rows; `block` queries share a block (1: decode)."""
+
+    num_tokens: int
+    num_rows: int
+    block: int
+
+    @property
+    def is_decode(self) -> bool:
+        """One token a row, so token r is row r."""
+        return self.block == 1
+
+    @property
+    def num_blocks(self) -> int:
+        """Enough for any split of the tokens over the rows: every row ends with one partly filled block."""
+        if self.is_decode:
+            return self.num_rows
+        return min(self.num_tokens, self.num_tokens // self.block + self.num_rows)
+
+    def num_pieces(self, ratio: int) -> int:
+        """Enough parts of compression windows: a row begins and ends inside one."""
+        if self.is_decode:
+            return self.num_rows
+        return min(self.num_tokens, self.num_tokens // ratio + 2 * self.num_rows)
+
+
+class Buckets:
+    """The grid: decode steps by their rows, other steps by tokens and by few or many rows."""
+
+    def __init__(self, config: SchedulerConfig, min_rows: int = 1):
+        """`min_rows` > 1 where a one-row matmul is slow: bfloat16 on XLA's CPU takes a scalar path."""
+        self.decode = [Bucket(rows, rows, 1) for rows in _ladder(min_rows, max(config.max_num_seqs, min_rows), 2)]
+        self.mixed = sorted(
+            Bucket(tokens, rows, min(BLOCK_QUERIES, tokens))
+            for tokens in _ladder(min(16, config.max_num_batched_tokens), config.max_num_batched_tokens, 4)
+            for rows in {min(8, config.max_num_seqs, tokens), min(config.max_num_seqs, tokens)}
+        )
+
+    def __iter__(self):
+        return iter([*self.decode, *self.mixed])
+
+    def __len__(self) -> int:
+        return len(self.decode) + len(self.mixed)
+
+    def choose(self, num_new: list[int]) -> Bucket:
+        """The smallest bucket that holds rows with these numbers of new tokens."""
+        if all(n == 1 for n in num_new):
+            return next(b for b in self.decode if b.num_rows >= len(num_new))
+        total = sum(num_new)
+        return next(b for b in self.mixed if b.num_tokens >= total and b.num_rows >= len(num_new))
+
+
+def _ladder(low: int, high: int, factor: int) -> list[int]:
+    """low, low * factor, ... and high."""
+    steps = []
+    while low < high:
+        steps.append(low)
+        low *= factor
+    return [*steps, high]

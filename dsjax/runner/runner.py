@@ -1,0 +1,244 @@
+"""Owns the device arrays; compiles the step for every bucket and dispatches plans."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from dsjax.cache.spec import CacheSpec, Copy, EntryKind
+from dsjax.cache.state import CacheState
+from dsjax.config import ModelConfig, SchedulerConfig
+from dsjax.model import paged
+from dsjax.runner import sampling
+from dsjax.runner.batch import HostBatch, Layout, pack, unpack
+from dsjax.runner.buckets import Bucket, Buckets
+from dsjax.runner.compiles import COMPILES
+from dsjax.runner.sampling import Logprobs, SlotTables
+from dsjax.scheduler.plan import StepPlan
+from pallas_kernels.cache_write import NOWHERE
+
+log = logging.getLogger("dsjax")
+
+
+class StepOutput(NamedTuple):
+    """A step's results, on the device until `Runner.read`. Rows are in the plan's order, then padding."""
+
+    tokens: jax.Array  # [R] int32, meaningful where the row samples
+    logprobs: Logprobs  # [R]
+    prompt_logprobs: Logprobs  # [T]
+    logits: jax.Array | None  # [T, V] float32 with all_logits
+
+
+class Runner:
+    """One device's share of the engine.
+
+    `all_logits` makes every step return the logits of all its tokens (for verification, not for serving).
+    """
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        graph: nnx.GraphDef,
+        params: nnx.State,
+        spec: CacheSpec,
+        scheduler: SchedulerConfig,
+        dtype: jnp.dtype,
+        cache_dtype: jnp.dtype | None = None,
+        all_logits: bool = False,
+        fail_on_recompile: bool = False,
+        fill: float = 0.0,
+    ):
+        self.config, self.spec, self.graph, self.params = config, spec, graph, params
+        self.all_logits, self.fail_on_recompile = all_logits, fail_on_recompile
+        # One bfloat16 row takes a scalar path in XLA's CPU matmul, 10 times slower than two rows.
+        self.buckets = Buckets(scheduler, min_rows=2 if dtype == jnp.bfloat16 else 1)
+        self.num_pages = {kind: kind_spec.num_pages for kind, kind_spec in spec.kinds.items()}
+        self.cache = CacheState.create(spec, config, cache_dtype or dtype, fill)
+        self.slots = SlotTables.create(spec.num_slots, config.vocab_size)
+        self._layouts = {bucket: Layout(bucket, spec) for bucket in self.buckets}
+        self._steps: dict[Bucket, jax.stages.Compiled] = {}
+        self._copies: dict[int, jax.stages.Compiled] = {}
+        self._set_slot: jax.stages.Compiled | None = None
+        self._warm = False
+
+    # --- compiling -----------------------------------------------------------------------------
+
+    @property
+    def copy_sizes(self) -> tuple[int, int]:
+        """Copies of a kind that one call does: few in most plans; never more than three a row slot."""
+        return 4, max(8, 3 * self.spec.num_slots)
+
+    def warm_up(self, progress: bool = False) -> None:
+        """Compiles everything a step can need. Afterwards nothing compiles."""
+        start = time.monotonic()
+        with tqdm(total=len(self.buckets) + 3, desc="compiling", unit="program", disable=not progress) as bar:
+            for bucket in self.buckets:
+                bar.set_postfix_str(f"{bucket.num_tokens} tokens, {bucket.num_rows} rows")
+                self._step(bucket)
+                bar.update()
+            for size in self.copy_sizes:
+                self._copy(size)
+                bar.update()
+            self._slot_setter()
+            bar.update()
+        self._warm = True
+        COMPILES.mark_warm()
+        log.info("warm after %.1f s: %d step shapes", time.monotonic() - start, len(self.buckets))
+
+    def _check_compile(self, what: str) -> None:
+        if self._warm and self.fail_on_recompile:
+            raise RuntimeError(f"fail_on_recompile: {what} is not among the programs compiled at warm-up")
+
+    def _step(self, bucket: Bucket) -> jax.stages.Compiled:
+        if bucket not in self._steps:
+            self._check_compile(f"{bucket}")
+            layout = self._layouts[bucket]
+            function = functools.partial(
+                _step, self.graph, self.config, layout, tuple(self.num_pages.items()), self.all_logits
+            )
+            ints = jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32)
+            floats = jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32)
+            jitted = jax.jit(function, donate_argnums=(1, 2))
+            self._steps[bucket] = jitted.lower(self.params, self.cache, self.slots, ints, floats).compile()
+        return self._steps[bucket]
+
+    def _copy(self, size: int) -> jax.stages.Compiled:
+        if size not in self._copies:
+            self._check_compile(f"copying {size} pages")
+            kinds = (*self.spec.pool_kinds, EntryKind.STATE)
+            pairs = {kind: jax.ShapeDtypeStruct((2, size), jnp.int32) for kind in kinds}
+            function = functools.partial(_copy_pages, tuple(self.num_pages.items()), self.spec.num_state_slots)
+            self._copies[size] = jax.jit(function, donate_argnums=(0,)).lower(self.cache, pairs).compile()
+        return self._copies[size]
+
+    def _slot_setter(self) -> jax.stages.Compiled:
+        if self._set_slot is None:
+            self._check_compile("setting a slot's sampling tables")
+            vocab = self.config.vocab_size
+            self._set_slot = (
+                jax.jit(_write_slot, donate_argnums=(0,))
+                .lower(
+                    self.slots,
+                    jax.ShapeDtypeStruct((), jnp.int32),
+                    jax.ShapeDtypeStruct((vocab,), jnp.int32),
+                    jax.ShapeDtypeStruct((vocab,), jnp.float32),
+                )
+                .compile()
+            )
+        return self._set_slot
+
+    # --- running -------------------------------------------------------------------------------
+
+    def dispatch(self, plan: StepPlan) -> StepOutput:
+        """Sends a plan to the device and returns at once; results are read later."""
+        self._run_copies(plan.copies)
+        for row in plan.rows:
+            self._prepare_slot(row)
+        bucket = self.buckets.choose([row.num_new for row in plan.rows])
+        host: HostBatch = pack(self._layouts[bucket], plan)
+        self.cache, self.slots, output = self._step(bucket)(
+            self.params, self.cache, self.slots, host.ints, host.floats
+        )
+        return output
+
+    def read(self, output: StepOutput) -> StepOutput:
+        """Waits for a step's results and brings them to the host as numpy arrays."""
+        return jax.tree.map(np.asarray, output)
+
+    def _run_copies(self, copies: Sequence[Copy]) -> None:
+        if not copies:
+            return
+        by_kind: dict[EntryKind, list[Copy]] = {kind: [] for kind in (*self.spec.pool_kinds, EntryKind.STATE)}
+        for copy in copies:
+            by_kind[copy.kind].append(copy)
+        most = max(map(len, by_kind.values()))
+        size = next(size for size in self.copy_sizes if size >= most)
+        pairs = {kind: np.full((2, size), NOWHERE, np.int32) for kind in by_kind}
+        for kind, some in by_kind.items():
+            pairs[kind][:, : len(some)] = [[c.src for c in some], [c.dst for c in some]]
+        self.cache = self._copy(size)(self.cache, pairs)
+
+    def _prepare_slot(self, row) -> None:
+        """Uploads a request's token counts and logit bias when it takes a slot, or when its min_tokens are reached."""
+        request, params = row.request, row.request.params
+        penalties, bias = sampling.has_penalties(params), sampling.has_bias(params)
+        drawn = row.end - request.num_prompt_tokens  # output tokens before the one this step draws
+        released = row.samples and params.min_tokens > 0 and drawn == params.min_tokens
+        if not ((row.first_of_stay and (penalties or bias)) or released):
+            return
+        vocab = self.config.vocab_size
+        if row.first_of_stay:
+            counts = np.bincount(request.token_ids[request.num_prompt_tokens :], minlength=vocab).astype(np.int32)
+            counts[np.unique(request.prompt_token_ids)] |= sampling.PROMPT_BIT
+        else:
+            counts = np.full(vocab, KEEP, np.int32)
+        values = np.zeros(vocab, np.float32)
+        for token, value in params.logit_bias.items():
+            values[token] = value
+        if drawn < params.min_tokens:
+            values[list(request.stop_ids)] = -np.inf
+        self.slots = self._slot_setter()(self.slots, np.int32(row.cache.slot), counts, values)
+
+
+KEEP = -1  # in uploaded counts: leave the device's count, which is ahead of the host's
+
+
+def _step(
+    graph: nnx.GraphDef,
+    config: ModelConfig,
+    layout: Layout,
+    num_pages: tuple[tuple[EntryKind, int], ...],
+    all_logits: bool,
+    params: nnx.State,
+    cache: CacheState,
+    slots: SlotTables,
+    ints: jax.Array,
+    floats: jax.Array,
+) -> tuple[CacheState, SlotTables, StepOutput]:
+    """The compiled step: unpack, run the network, sample."""
+    model = nnx.merge(graph, params)
+    batch, sampler = unpack(layout, ints, floats, slots.last_token)
+    streams, cache = paged.forward(model, batch, cache, dict(num_pages))
+    with jax.named_scope("sample"):
+        logits = model.logits(jnp.take(streams, batch.row_last, axis=1, mode="clip"))
+        tokens, logprobs, slots = sampling.sample(logits, sampler, slots)
+        prompt = sampling.prompt_logprobs(streams, sampler, model.logits, config.vocab_size)
+    every = model.logits(streams) if all_logits else None
+    return cache, slots, StepOutput(tokens, logprobs, prompt, every)
+
+
+def _copy_pages(
+    num_pages: tuple[tuple[EntryKind, int], ...],
+    num_state_slots: int,
+    cache: CacheState,
+    pairs: dict[EntryKind, jax.Array],  # [2, n]: sources, destinations; NOWHERE for none
+) -> CacheState:
+    """Copies pages and STATE slots of every layer; all sources are read before any destination is written."""
+
+    def copy(array: jax.Array, per_layer: int, pair: jax.Array) -> jax.Array:
+        offset = jnp.arange(array.shape[0] // per_layer)[:, None] * per_layer
+        moved = jnp.take(array, jnp.minimum(pair[0], per_layer - 1) + offset, axis=0)
+        return array.at[pair[1] + offset].set(moved, mode="drop")
+
+    pages = dict(num_pages)
+    pools = {
+        kind: copy(pool, pages[kind], pairs[EntryKind.CSA if kind is EntryKind.INDEX_KEY else kind])
+        for kind, pool in cache.pools.items()
+    }
+    states = {kind: copy(state, num_state_slots, pairs[EntryKind.STATE]) for kind, state in cache.states.items()}
+    return CacheState(pools, states)
+
+
+def _write_slot(slots: SlotTables, slot: jax.Array, counts: jax.Array, bias: jax.Array) -> SlotTables:
+    counts = jnp.where(counts == KEEP, slots.counts[slot], counts)
+    return slots._replace(counts=slots.counts.at[slot].set(counts), bias=slots.bias.at[slot].set(bias))

@@ -1,0 +1,255 @@
+"""Choosing the next token, inside the step: penalties, filters, one draw a row, log-probabilities.
+
+What no row of a step asks for is skipped at run time (lax.cond), so that greedy steps pay for an argmax only.
+The vocabulary is never sorted: thresholds are found by bisection over the bits of a float.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsjax.request import MAX_LOGPROBS, SamplingParams
+from dsjax.scheduler.plan import StepPlan
+
+PROMPT_BIT = 1 << 30  # in SlotTables.counts: the token occurs in the prompt; the bits below count outputs
+_PROMPT_ROWS = 16  # prompt positions whose logits exist at a time
+
+
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "use_bias")
+FLAGS = ("random", "filter", "penalties", "bias", "logprobs", "prompt_logprobs")
+
+
+class SlotTables(NamedTuple):
+    """Per row slot, on the device for as long as a request runs."""
+
+    last_token: jax.Array  # [num_slots] int32
+    counts: jax.Array  # [num_slots, V] int32, see PROMPT_BIT; meaningful for requests with penalties
+    bias: jax.Array  # [num_slots, V] float32; meaningful for requests with logit_bias or min_tokens
+
+    @classmethod
+    def create(cls, num_slots: int, vocab_size: int) -> SlotTables:
+        shape = (num_slots, vocab_size)
+        return cls(jnp.zeros(num_slots, jnp.int32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+
+
+class SamplingBatch(NamedTuple):
+    """Sampling parameters of a step's rows [R], and which features any row needs."""
+
+    slot: jax.Array
+    samples: jax.Array  # bool
+    position: jax.Array  # of the token to be drawn: the random counter
+    seed: jax.Array  # [R, 2] uint32
+    temperature: jax.Array
+    top_k: jax.Array  # 0: all
+    top_p: jax.Array
+    min_p: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    repetition_penalty: jax.Array
+    use_bias: jax.Array  # 1 where the slot's bias row counts
+    next_token: jax.Array  # [T] the prompt token that follows each token, for prompt_logprobs
+    flags: dict[str, jax.Array]  # bool scalars
+
+    @staticmethod
+    def pack(a: dict[str, np.ndarray], f: dict[str, np.ndarray], plan: StepPlan) -> None:
+        """Fills the host arrays from a plan."""
+        f["top_p"].fill(1)
+        f["repetition_penalty"].fill(1)
+        need = dict.fromkeys(FLAGS, False)
+        token = 0
+        for r, row in enumerate(plan.rows):
+            request, p = row.request, row.request.params
+            if p.prompt_logprobs is not None and row.start < request.num_prompt_tokens:
+                need["prompt_logprobs"] = True
+                following = request.prompt_token_ids[row.start + 1 : row.end + 1]
+                a["next_token"][token : token + len(following)] = following
+            token += row.num_new
+            if not row.samples:
+                continue
+            a["samples"][r] = 1
+            need["logprobs"] |= p.logprobs is not None
+            if has_bias(p):
+                need["bias"] = True
+                f["use_bias"][r] = 1
+            if has_penalties(p):
+                need["penalties"] = True
+                for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+                    f[name][r] = getattr(p, name)
+            if p.temperature > 0:
+                need["random"] = True
+                need["filter"] |= p.top_k > 0 or p.top_p < 1 or p.min_p > 0
+                for name in ("temperature", "top_p", "min_p"):
+                    f[name][r] = getattr(p, name)
+                a["top_k"][r] = max(p.top_k, 0)
+                a["seed"][r] = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF], np.uint32).view(
+                    np.int32
+                )
+        a["flags"][:] = [need[name] for name in FLAGS]
+
+    @classmethod
+    def unpack(cls, a: dict[str, jax.Array], f: dict[str, jax.Array]) -> SamplingBatch:
+        return cls(
+            slot=a["row_slot"],
+            samples=a["samples"] != 0,
+            position=a["positions"][a["row_last"]] + 1,
+            seed=jax.lax.bitcast_convert_type(a["seed"], jnp.uint32),
+            top_k=a["top_k"],
+            next_token=a["next_token"],
+            flags={name: a["flags"][i] != 0 for i, name in enumerate(FLAGS)},
+            **{name: f[name] for name in FLOATS},
+        )
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+
+def has_bias(params: SamplingParams) -> bool:
+    """Whether the request reads its slot's bias row: for logit_bias, or to hold back stop tokens until min_tokens."""
+    return bool(params.logit_bias) or params.min_tokens > 0
+
+
+class Logprobs(NamedTuple):
+    """Natural-log probabilities of the model itself, before penalties and temperature. Leading axis [R] or [T]."""
+
+    chosen: jax.Array  # float32
+    rank: jax.Array  # int32, 1 = most likely
+    top_ids: jax.Array  # [..., MAX_LOGPROBS] int32
+    top: jax.Array  # [..., MAX_LOGPROBS] float32
+
+
+def sample(
+    logits: jax.Array, batch: SamplingBatch, slots: SlotTables
+) -> tuple[jax.Array, Logprobs, SlotTables]:
+    """logits [R, V] -> next tokens [R], their log-probabilities (zero unless asked for), the updated tables."""
+    num_slots = slots.last_token.shape[0]
+    flags = batch.flags
+    row = jnp.minimum(batch.slot, num_slots - 1)  # padding rows read some slot and write none
+    adjusted = jax.lax.cond(
+        flags["bias"],
+        lambda x: x + jnp.where(batch.use_bias[:, None] > 0, slots.bias[row], 0),
+        lambda x: x,
+        logits,
+    )
+    adjusted = jax.lax.cond(flags["penalties"], lambda x: _penalise(x, slots.counts[row], batch), lambda x: x, adjusted)
+    greedy = _argmax(adjusted)
+    tokens = jax.lax.cond(
+        flags["random"],
+        lambda x: jnp.where(batch.temperature > 0, _draw(x, batch), greedy),
+        lambda x: greedy,
+        adjusted,
+    )
+    logprobs = jax.lax.cond(
+        flags["logprobs"], lambda x: _logprobs(x, tokens), lambda x: _no_logprobs(x.shape[0], x.shape[1]), logits
+    )
+    write = jnp.where(batch.samples, batch.slot, num_slots)
+    slots = slots._replace(
+        last_token=slots.last_token.at[write].set(tokens, mode="drop"),
+        counts=slots.counts.at[write, tokens].add(1, mode="drop"),
+    )
+    return tokens, logprobs, slots
+
+
+def prompt_logprobs(streams: jax.Array, batch: SamplingBatch, logits_of, vocab_size: int) -> Logprobs:
+    """Log-probabilities of each token's successor in the prompt: leading axis [T], zero unless asked for.
+
+    `logits_of` maps streams [S, t, D] to logits [t, V]; it is called on a few positions at a time.
+    """
+    num_tokens = streams.shape[1]
+    step = min(_PROMPT_ROWS, num_tokens)
+    padded = -(-num_tokens // step) * step
+
+    def compute(x: jax.Array) -> Logprobs:
+        x = jnp.pad(x, ((0, 0), (0, padded - num_tokens), (0, 0)))
+        target = jnp.pad(batch.next_token, (0, padded - num_tokens))
+        parts = jax.lax.map(
+            lambda i: _logprobs(
+                logits_of(jax.lax.dynamic_slice_in_dim(x, i * step, step, axis=1)),
+                jax.lax.dynamic_slice_in_dim(target, i * step, step),
+            ),
+            jnp.arange(padded // step),
+        )
+        return Logprobs(*(part.reshape(padded, *part.shape[2:])[:num_tokens] for part in parts))
+
+    return jax.lax.cond(
+        batch.flags["prompt_logprobs"], compute, lambda x: _no_logprobs(num_tokens, vocab_size), streams
+    )
+
+
+def _penalise(logits: jax.Array, counts: jax.Array, batch: SamplingBatch) -> jax.Array:
+    outputs = counts & (PROMPT_BIT - 1)
+    repetition = batch.repetition_penalty[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(counts > 0, repeated, logits)
+    logits -= batch.frequency_penalty[:, None] * outputs
+    return logits - batch.presence_penalty[:, None] * (outputs > 0)
+
+
+def _argmax(x: jax.Array) -> jax.Array:
+    """Lowest index of the maximum. Faster than jnp.argmax on XLA's CPU."""
+    index = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), index, x.shape[-1] - 1), axis=-1)
+
+
+def _draw(logits: jax.Array, batch: SamplingBatch) -> jax.Array:
+    """One token a row by inverse CDF: a single uniform number of (seed, position) a row."""
+    temperature = jnp.where(batch.temperature > 0, batch.temperature, 1)[:, None]
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    weights = jnp.exp(scaled)
+    weights = jax.lax.cond(batch.flags["filter"], lambda w: _filter(w, batch), lambda w: w, weights)
+
+    def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position))
+
+    cdf = jnp.cumsum(weights, axis=-1)
+    target = jax.vmap(uniform)(batch.seed, batch.position)[:, None] * cdf[:, -1:]
+    token = jnp.sum(cdf <= target, axis=-1).astype(jnp.int32)
+    # rounding can put the target at the very end of the CDF
+    return jnp.where(token < logits.shape[-1], token, _argmax(weights))
+
+
+def _filter(weights: jax.Array, batch: SamplingBatch) -> jax.Array:
+    """Zeroes what min_p, then top_k, then top_p exclude; weights [R, V] are probabilities up to a factor, maximum 1."""
+    weights = jnp.where(weights >= batch.min_p[:, None], weights, 0)
+    k = jnp.where(batch.top_k > 0, batch.top_k, weights.shape[-1])[:, None]
+    kth = _largest_threshold(weights, lambda keep: jnp.sum(keep, axis=-1, keepdims=True) >= k)
+    weights = jnp.where(weights >= kth, weights, 0)
+    # the fewest tokens that reach top_p: the largest threshold that keeps that much
+    enough = batch.top_p[:, None] * jnp.sum(weights, axis=-1, keepdims=True)
+    nucleus = _largest_threshold(
+        weights, lambda keep: jnp.sum(jnp.where(keep, weights, 0), axis=-1, keepdims=True) >= enough
+    )
+    return jnp.where((weights >= nucleus) | (batch.top_p[:, None] >= 1), weights, 0)
+
+
+def _largest_threshold(weights: jax.Array, enough) -> jax.Array:
+    """The largest t [R, 1] with enough(weights >= t); weights are not negative, so their bits are ordered."""
+    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
+
+    def body(i: jax.Array, t: jax.Array) -> jax.Array:
+        candidate = t | (jnp.int32(1) << (30 - i))
+        return jnp.where(enough(bits >= candidate), candidate, t)
+
+    found = jax.lax.fori_loop(0, 31, body, jnp.zeros((weights.shape[0], 1), jnp.int32))
+    return jax.lax.bitcast_convert_type(found, jnp.float32)
+
+
+def _logprobs(logits: jax.Array, tokens: jax.Array) -> Logprobs:
+    normalised = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(normalised, tokens[:, None], axis=-1)
+    top, ids = jax.lax.top_k(normalised, min(MAX_LOGPROBS, logits.shape[-1]))
+    return Logprobs(chosen[:, 0], 1 + jnp.sum(normalised > chosen, axis=-1, dtype=jnp.int32), ids, top)
+
+
+def _no_logprobs(rows: int, vocab_size: int) -> Logprobs:
+    width = min(MAX_LOGPROBS, vocab_size)
+    return Logprobs(
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(rows, jnp.int32),
+        jnp.zeros((rows, width), jnp.int32),
+        jnp.zeros((rows, width), jnp.float32),
+    )

@@ -1,0 +1,1 @@
+"""Chooses what each step works on; knows no arrays."""

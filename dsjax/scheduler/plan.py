@@ -1,0 +1,37 @@
+"""What the scheduler asks of one step.  [no jax]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dsjax.cache.manager import RequestCache
+from dsjax.cache.spec import Copy
+from dsjax.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """One request's share of a step: its tokens [start, start + num_new)."""
+
+    request: Request
+    cache: RequestCache
+    start: int
+    num_new: int
+    samples: bool  # the step reaches the request's last token, so it draws the next one
+    first_of_stay: bool  # first step since the request got its slot: the slot's sampling tables are another's
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_new
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Rows in the order they are packed; `copies` run on the device before the step."""
+
+    rows: list[RowPlan]
+    copies: list[Copy] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_new for row in self.rows)

@@ -1,0 +1,243 @@
+"""Checks a checkpoint against recorded outputs (`golden.npz`), through both ways into the model.
+
+`golden.npz` holds, for prompts i: `p{i}_ids` [S]; `p{i}_logits` [S, V] at every prompt position; `p{i}_greedy_ids` [G]
+and `p{i}_greedy_logits` [G, V], row j being what greedy token j was chosen from; optionally `p{i}_mtp_logits` [S-1, V].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dsjax import checkpoint
+from dsjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from dsjax.engine import Engine
+from dsjax.errors import ConfigError
+from dsjax.load import load_runner, resolve_dtype
+from dsjax.model.build import assemble
+from dsjax.request import Request, SamplingParams
+from dsjax.runner.runner import Runner, StepOutput
+from dsjax.scheduler.plan import StepPlan
+
+CHUNKS = (1, 2, 3, 5, 7, 16, 64)
+ALL_MODES = ("full", "paged", *(f"chunk={n}" for n in CHUNKS), "token")
+_ROWS = 8  # requests in one step in mode paged
+
+
+@dataclass
+class Golden:
+    """One prompt's recorded outputs, and the largest differences found so far."""
+
+    index: int
+    ids: np.ndarray
+    logits: np.ndarray
+    greedy_ids: np.ndarray
+    greedy_logits: np.ndarray
+    mtp_logits: np.ndarray | None
+    difference: float = 0.0
+    greedy: list[int] = field(default_factory=list)
+
+    def expected(self, position: int) -> np.ndarray | None:
+        """The logits after the token at `position`, where recorded."""
+        if position < len(self.ids):
+            return self.logits[position]
+        beyond = position - len(self.ids) + 1
+        return self.greedy_logits[beyond] if beyond < len(self.greedy_logits) else None
+
+    def compare(self, position: int, got: np.ndarray) -> None:
+        want = self.expected(position)
+        if want is not None:
+            worst = float(np.max(np.abs(got - want)))
+            self.difference = max(self.difference, math.inf if math.isnan(worst) else worst)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One prompt in one mode."""
+
+    mode: str
+    prompt: int
+    num_tokens: int
+    difference: float  # largest |logit - recorded logit|
+    greedy_equal: bool
+
+    def passes(self, atol: float) -> bool:
+        return self.difference <= atol and self.greedy_equal
+
+
+def read_golden(path: Path) -> list[Golden]:
+    """The prompts of a folder's golden.npz. Raises ConfigError if it is missing or incomplete."""
+    file = path / "golden.npz"
+    if not file.is_file():
+        raise ConfigError(f"{str(path)!r} has no golden.npz to verify against")
+    with np.load(file) as arrays:
+        found = {name: arrays[name] for name in arrays.files}
+    indices = sorted(int(m[1]) for name in found if (m := re.fullmatch(r"p(\d+)_ids", name)))
+    if not indices:
+        raise ConfigError(f"{file} holds no prompt (p0_ids, ...)")
+    prompts = []
+    for i in indices:
+        missing = [n for n in ("logits", "greedy_ids", "greedy_logits") if f"p{i}_{n}" not in found]
+        if missing:
+            raise ConfigError(f"{file} lacks p{i}_{missing[0]}")
+        fields = {n: found[f"p{i}_{n}"] for n in ("ids", "logits", "greedy_ids", "greedy_logits")}
+        prompts.append(Golden(index=i, mtp_logits=found.get(f"p{i}_mtp_logits"), **fields))
+    return prompts
+
+
+def verify(
+    path: Path, modes: Sequence[str] = ALL_MODES, *, kv_cache_dtype: str = "auto", dtype: str = "float32"
+) -> Iterator[Result]:
+    """Runs every prompt in every mode: full (whole-sequence forward), paged (prompts whole, several in a step),
+    chunk=N (N tokens a step) and token (one token a step in decode shape). Raises ConfigError."""
+    config = ModelConfig.from_dir(path)
+    prompts = read_golden(path)
+    steps = [parse_mode(mode) for mode in modes]
+    if "full" in modes:
+        yield from _verify_full(path, config, prompts, dtype)
+    if any(step is not None for step in steps):
+        longest = max(len(p.ids) + len(p.greedy_ids) for p in prompts)
+        runner, max_model_len = _recorder(path, config, longest, kv_cache_dtype, dtype)
+        for mode, num_tokens in zip(modes, steps, strict=True):
+            if num_tokens is not None:
+                rows = _ROWS if mode == "paged" else 1
+                scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=min(num_tokens, runner.max_tokens))
+                yield from _verify_paged(mode, runner, scheduler, config, max_model_len, prompts)
+
+
+def parse_mode(mode: str) -> int | None:
+    """Tokens a step in a paged mode, None for full. Raises ConfigError for another mode."""
+    if mode == "full":
+        return None
+    if mode == "paged":
+        return 1 << 30
+    if mode == "token":
+        return 1
+    if match := re.fullmatch(r"chunk=([1-9]\d*)", mode):
+        return int(match[1])
+    raise ConfigError(f"mode={mode!r} must be full, paged, chunk=N or token")
+
+
+def _verify_full(path: Path, config: ModelConfig, prompts: list[Golden], dtype: str) -> Iterator[Result]:
+    with_mtp = checkpoint.has_mtp(path) and any(p.mtp_logits is not None for p in prompts)
+    compute = resolve_dtype(dtype)
+    params = checkpoint.load_params(path, config, compute.name, include_mtp=with_mtp)
+    graph, state = assemble(config, params, compute, with_mtp=with_mtp)
+
+    @jax.jit
+    def forward(state: nnx.State, ids: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        model = nnx.merge(graph, state)
+        streams = model.streams(ids)
+        return model.logits(streams), model.mtp_logits(streams, ids) if with_mtp else None
+
+    for prompt in prompts:
+        ids = np.concatenate([prompt.ids, prompt.greedy_ids[:-1]]).astype(np.int32)
+        # Causal, so padding at the end changes nothing before it: few lengths to compile.
+        padded = np.zeros(max(16, 1 << (len(ids) - 1).bit_length()), np.int32)
+        padded[: len(ids)] = ids
+        logits, mtp = forward(state, jnp.asarray(padded))
+        logits = np.asarray(logits)[: len(ids)]
+        fresh = dataclasses.replace(prompt, difference=0.0)
+        for position, row in enumerate(logits):
+            fresh.compare(position, row)
+        # With its own greedy tokens as input, choosing the recorded token everywhere is the greedy run.
+        chosen = logits[len(prompt.ids) - 1 :].argmax(axis=-1)
+        yield _result("full", fresh, bool((chosen == prompt.greedy_ids).all()))
+        if mtp is not None and prompt.mtp_logits is not None and len(prompt.mtp_logits):
+            worst = float(np.abs(np.asarray(mtp)[: len(prompt.mtp_logits)] - prompt.mtp_logits).max())
+            yield Result(
+                mode="full mtp", prompt=prompt.index, num_tokens=len(prompt.ids), difference=worst, greedy_equal=True
+            )
+
+
+class RecordingRunner:
+    """A runner whose steps are compared with the recorded logits as they are read."""
+
+    def __init__(self, runner: Runner, max_tokens: int):
+        self.runner, self.spec, self.max_tokens = runner, runner.spec, max_tokens
+        self.prompts: dict[str, Golden] = {}
+
+    def dispatch(self, plan: StepPlan) -> tuple[list[tuple[str, int, int]], StepOutput]:
+        rows = [(row.request.parent_id, row.start, row.num_new) for row in plan.rows]
+        return rows, self.runner.dispatch(plan)
+
+    def read(self, sent: tuple[list[tuple[str, int, int]], StepOutput]) -> StepOutput:
+        rows, output = sent
+        output = self.runner.read(output)
+        token = 0
+        for request_id, start, num_new in rows:
+            prompt = self.prompts[request_id]
+            for i in range(num_new):
+                # beyond a wrong token the recorded logits are of another text
+                drawn = prompt.greedy[: max(0, start + i + 1 - len(prompt.ids))]
+                if drawn == prompt.greedy_ids[: len(drawn)].tolist():
+                    prompt.compare(start + i, output.logits[token + i])
+            token += num_new
+        return output
+
+
+def _recorder(
+    path: Path, config: ModelConfig, longest: int, kv_cache_dtype: str, dtype: str
+) -> tuple[RecordingRunner, int]:
+    max_tokens = 1 << max(6, (longest - 1).bit_length())
+    runner, max_model_len = load_runner(
+        path,
+        config,
+        cache=CacheConfig(block_size=16, enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype),
+        scheduler=SchedulerConfig(
+            max_num_seqs=_ROWS,
+            max_num_batched_tokens=max_tokens,
+            max_model_len=min(config.max_position_embeddings, longest + 1),
+        ),
+        dtype=dtype,
+        all_logits=True,
+        fill=math.nan,  # a read of something unwritten must show
+    )
+    return RecordingRunner(runner, max_tokens), max_model_len
+
+
+def _verify_paged(
+    mode: str,
+    runner: RecordingRunner,
+    scheduler: SchedulerConfig,
+    config: ModelConfig,
+    max_model_len: int,
+    prompts: list[Golden],
+) -> Iterator[Result]:
+    engine = Engine(
+        config=EngineConfig(model="verify", scheduler=scheduler),
+        model_config=config,
+        runner=runner,  # type: ignore[arg-type]
+        tokenizer=None,
+        max_model_len=max_model_len,
+    )
+    runner.prompts = {str(p.index): dataclasses.replace(p, difference=0.0, greedy=[]) for p in prompts}
+    for prompt in prompts:
+        params = SamplingParams(temperature=0, max_tokens=len(prompt.greedy_ids), ignore_eos=True)
+        ids = prompt.ids.tolist()
+        engine.add(Request(request_id=str(prompt.index), prompt_token_ids=ids, params=params))
+    while engine.has_work():
+        for event in engine.step():
+            prompt = runner.prompts[event.request_id]
+            prompt.greedy += event.token_ids
+            if event.finished:
+                yield _result(mode, prompt, prompt.greedy == prompt.greedy_ids.tolist())
+
+
+def _result(mode: str, prompt: Golden, greedy_equal: bool) -> Result:
+    return Result(
+        mode=mode,
+        prompt=prompt.index,
+        num_tokens=len(prompt.ids),
+        difference=prompt.difference,
+        greedy_equal=greedy_equal,
+    )

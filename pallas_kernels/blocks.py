@@ -1,0 +1,51 @@
+"""How queries and pages are laid out for every attention kernel.
+
+Queries come in blocks: B consecutive tokens of one row, the last block of a row partly filled. A decode step has B = 1.
+Pools are [layers * pages, entries_per_page, width]; a page table holds page ids of one layer, the same for every layer
+of a kind, so layer l reads page `id + l * pages`. Page ids of unused table places may be anything: they are masked.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class QueryBlocks(NamedTuple):
+    """NB blocks; an unused block has `length` 0."""
+
+    row: jax.Array  # [NB] int32, row of the page tables; any row where length is 0
+    position: jax.Array  # [NB] int32, absolute position of the block's first query
+    length: jax.Array  # [NB] int32, queries in use, 0..B
+
+
+class Pages(NamedTuple):
+    """One layer's view of a paged pool."""
+
+    pool: jax.Array  # [layers * num_pages, entries_per_page, width]
+    table: jax.Array  # [R, P] int32, page ids in [0, num_pages)
+    layer: int
+    num_pages: int
+
+    @property
+    def entries_per_page(self) -> int:
+        return self.pool.shape[1]
+
+    @property
+    def max_entries(self) -> int:
+        return self.table.shape[1] * self.pool.shape[1]
+
+    def read_pages(self, row: jax.Array, first_page: jax.Array, count: int) -> jax.Array:
+        """Whole pages first_page .. first_page + count of each row in row [NB] -> [NB, count * entries, width]."""
+        ids = jax.lax.dynamic_slice_in_dim(self.table, first_page, count, axis=1)[row] + self.layer * self.num_pages
+        pages = jnp.take(self.pool, ids, axis=0, mode="clip")
+        return pages.reshape(row.shape[0], count * self.entries_per_page, -1)
+
+    def read_rows(self, row: jax.Array, index: jax.Array, valid: jax.Array) -> jax.Array:
+        """Entries index [NB, K] (ring index over the table) of rows row [NB]; zero where not `valid`."""
+        epp, width = self.entries_per_page, self.table.shape[1]
+        page = jnp.take_along_axis(self.table[row], (index // epp) % width, axis=1) + self.layer * self.num_pages
+        slot = jnp.where(valid, page * epp + index % epp, self.pool.shape[0] * epp)
+        return jnp.take(self.pool.reshape(-1, self.pool.shape[2]), slot, axis=0, mode="fill", fill_value=0)

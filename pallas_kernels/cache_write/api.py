@@ -1,0 +1,24 @@
+"""Public function of the operation."""
+
+from __future__ import annotations
+
+import jax
+
+NOWHERE = 1 << 30  # a slot past every pool, for padding; adding a layer's offset keeps it there and below 2**31
+
+
+def cache_write(
+    pool: jax.Array,  # [layers * pages, entries_per_page, width]
+    slots: jax.Array,  # [T] int32: page * entries_per_page + entry within one layer; NOWHERE is dropped
+    entries: jax.Array,  # [T, width]
+    *,
+    layer: int,
+    num_pages: int,
+) -> jax.Array:
+    """The pool with the entries written. A slot is written at most once. Raises ValueError for other widths."""
+    if entries.ndim != 2 or entries.shape[1] != pool.shape[2]:
+        raise ValueError(f"cache_write: entries {entries.shape} must be [T, {pool.shape[2]}]")
+    flat = pool.reshape(-1, pool.shape[2])
+    index = slots + layer * num_pages * pool.shape[1]
+    flat = flat.at[index].set(entries.astype(pool.dtype), mode="drop")
+    return flat.reshape(pool.shape)

@@ -1,0 +1,31 @@
+"""Public function of the operation."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.blocks import Pages, QueryBlocks
+from pallas_kernels.csa_attention import reference
+from pallas_kernels.swa_attention.api import check_shapes
+
+
+def csa_attention(
+    q: jax.Array,  # [NB, B, N, H]
+    blocks: QueryBlocks,
+    window_pages: Pages,
+    entry_pages: Pages,
+    chosen: jax.Array,  # as indexer_topk returns it: mask [NB, B, entries] for B > 1, indices [NB, k] for B = 1
+    sink: jax.Array,  # [N]
+    *,
+    window: int,
+    ratio: int,
+    scale: float,
+) -> jax.Array:  # [NB, B, N, H] float32
+    """A query attends to its window and to its chosen entries. Raises ValueError for shapes that do not fit."""
+    check_shapes("csa_attention", q, blocks, window_pages, sink)
+    check_shapes("csa_attention", q, blocks, entry_pages, sink)
+    if chosen.ndim != (2 if q.shape[1] == 1 else 3):
+        raise ValueError(f"csa_attention: chosen {chosen.shape} must be indices for B=1 and a mask for B={q.shape[1]}")
+    return reference.csa_attention(
+        q, blocks, window_pages, entry_pages, chosen, sink, window=window, ratio=ratio, scale=scale
+    )

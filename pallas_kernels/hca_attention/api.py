@@ -1,0 +1,28 @@
+"""Public function of the operation."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.blocks import Pages, QueryBlocks
+from pallas_kernels.hca_attention import reference
+from pallas_kernels.swa_attention.api import check_shapes
+
+
+def hca_attention(
+    q: jax.Array,  # [NB, B, N, H]
+    blocks: QueryBlocks,
+    window_pages: Pages,
+    entry_pages: Pages,  # entry w at table place w // entries_per_page
+    sink: jax.Array,  # [N]
+    *,
+    window: int,
+    ratio: int,
+    scale: float,
+) -> jax.Array:  # [NB, B, N, H] float32
+    """A query at position p attends to its window and to entries w < (p + 1) // ratio. Raises ValueError on shapes."""
+    check_shapes("hca_attention", q, blocks, window_pages, sink)
+    check_shapes("hca_attention", q, blocks, entry_pages, sink)
+    return reference.hca_attention(
+        q, blocks, window_pages, entry_pages, sink, window=window, ratio=ratio, scale=scale
+    )

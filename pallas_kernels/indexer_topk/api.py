@@ -1,0 +1,33 @@
+"""Public functions of the operation."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.blocks import Pages, QueryBlocks
+from pallas_kernels.indexer_topk import reference
+from pallas_kernels.indexer_topk.reference import index_scores, top_k_mask
+
+__all__ = ["index_scores", "indexer_topk", "top_k_mask"]
+
+
+def indexer_topk(
+    q: jax.Array,  # [NB, B, HI, dI]
+    weights: jax.Array,  # [NB, B, HI] float32, signed, scales folded in
+    blocks: QueryBlocks,
+    key_pages: Pages,
+    *,
+    ratio: int,
+    k: int,
+) -> jax.Array:
+    """The k best-scoring entries among the visible ones (all, if fewer); ties go to the lowest index.
+
+    Returns a mask [NB, B, max_entries] bool for B > 1, and for B = 1 indices [NB, k'] int32 (k' = min(k,
+    max_entries); max_entries where there is none), since a decode row gathers its entries and a block shares them.
+    Raises ValueError for shapes that do not fit.
+    """
+    if q.ndim != 4 or weights.shape != q.shape[:3]:
+        raise ValueError(f"indexer_topk: weights {weights.shape} must be {q.shape[:3]}")
+    if key_pages.pool.shape[2] != q.shape[3]:
+        raise ValueError(f"indexer_topk: keys {key_pages.pool.shape} do not fit q {q.shape}")
+    return reference.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k)

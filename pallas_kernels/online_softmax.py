@@ -1,0 +1,47 @@
+"""Attention over keys that arrive in parts: running maximum, denominator and weighted sum, all float32."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_FLOOR = -1e30  # instead of -inf, so that a query without any key yet gives weights 0, not NaN
+
+
+class Running(NamedTuple):
+    maximum: jax.Array  # [NB, M, 1]
+    denominator: jax.Array  # [NB, M, 1]
+    total: jax.Array  # [NB, M, H]
+
+
+def start(queries: jax.Array) -> Running:
+    """For queries [NB, M, H]."""
+    shape = (*queries.shape[:2], 1)
+    return Running(
+        jnp.full(shape, _FLOOR, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(queries.shape, jnp.float32)
+    )
+
+
+def update(run: Running, queries: jax.Array, keys: jax.Array, mask: jax.Array, scale: float) -> Running:
+    """Adds keys [NB, K, H] (they are the values too; finite where masked) under mask [NB, M, K]."""
+    logits = jnp.einsum("bmh,bkh->bmk", queries, keys, preferred_element_type=jnp.float32) * scale
+    logits = jnp.where(mask, logits, -jnp.inf)
+    maximum = jnp.maximum(run.maximum, jnp.max(logits, axis=-1, keepdims=True))
+    weights = jnp.exp(logits - maximum)
+    decay = jnp.exp(run.maximum - maximum)
+    total = jnp.einsum("bmk,bkh->bmh", weights.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+    return Running(
+        maximum,
+        run.denominator * decay + jnp.sum(weights, axis=-1, keepdims=True),
+        run.total * decay + total,
+    )
+
+
+def finish(run: Running, sink: jax.Array) -> jax.Array:
+    """Adds the sink logits [M] (a key without a value) and divides. -> [NB, M, H] float32."""
+    sink = sink[None, :, None].astype(jnp.float32)
+    maximum = jnp.maximum(run.maximum, sink)
+    decay = jnp.exp(run.maximum - maximum)
+    return run.total * decay / (run.denominator * decay + jnp.exp(sink - maximum))
