@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from absl import flags
@@ -22,7 +23,7 @@ from servers.proto.dsjax.v1 import inference_pb2 as pb
 from servers.proto.dsjax.v1 import inference_pb2_grpc as pb_grpc
 
 PROGRAM = "dsjax-client"
-USAGE = "dsjax-client [--server=HOST:PORT] [--chat] [--max_tokens=N] PROMPT..."
+USAGE = "dsjax-client [--address=HOST:PORT] [--chat] [--max_tokens=N] PROMPT..."
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -30,7 +31,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 class ClientConfig:
     """What the flags say besides the sampling parameters."""
 
-    server: str
+    address: str
     chat: bool
     system: str
     thinking: bool
@@ -50,7 +51,7 @@ def _main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     _define_flags(values)
     words = server_flags.parse(values, argv, USAGE, positional=True)
-    config = ClientConfig(**{name: values[name].value for name in ClientConfig.__dataclass_fields__})
+    config = ClientConfig(**{name: server_flags.value_of(values, name) for name in ClientConfig.__dataclass_fields__})
     if config.timeout_s is not None and config.timeout_s <= 0:
         raise ConfigError(f"timeout_s={config.timeout_s} must be more than 0, or absent")
     if not 1024 <= config.max_message_bytes < 1 << 31:
@@ -60,7 +61,7 @@ def _main(argv: Sequence[str]) -> int:
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),  # checked below, with an error that names the flag
     ]
-    with grpc.insecure_channel(config.server, options=options) as channel:
+    with grpc.insecure_channel(config.address, options=options) as channel:
         try:
             if config.wait_s:
                 _wait(channel, config.wait_s)
@@ -78,7 +79,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _define_flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("server", f"localhost:{server_flags.DEFAULT_PORT}", "HOST:PORT", flag_values=values)
+    flags.DEFINE_string("address", f"localhost:{server_flags.DEFAULT_PORT}", "HOST:PORT", flag_values=values)
     flags.DEFINE_boolean("chat", False, "send chat messages; off, the model continues the text", flag_values=values)
     flags.DEFINE_string("system", "", "system message of a chat", flag_values=values)
     flags.DEFINE_boolean("thinking", False, "let a chat reason first", flag_values=values)
@@ -93,9 +94,8 @@ def _define_flags(values: flags.FlagValues) -> None:
 
 
 def _wait(channel: grpc.Channel, wait_s: float) -> None:
-    watch = health_pb2_grpc.HealthStub(channel).Watch(
-        health_pb2.HealthCheckRequest(), timeout=wait_s, wait_for_ready=True
-    )
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=wait_s, wait_for_ready=True)
     for answer in watch:
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             watch.cancel()
@@ -205,7 +205,7 @@ def _sentence(error: grpc.RpcError, config: ClientConfig) -> str:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         details += f": raise --max_message_bytes={config.max_message_bytes}"
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details:
-        details = f"no server answers at {config.server}: start dsjax-serve, or set --server ({details})"
+        details = f"no server answers at {config.address}: start dsjax-serve, or set --address ({details})"
     return f"{code.name}: {details}"
 
 

@@ -136,11 +136,11 @@ def define_sampling_flags(values: flags.FlagValues) -> None:
 
 def sampling_params(values: flags.FlagValues, skip: Sequence[str] = ()) -> SamplingParams:
     """Raises RequestError(INVALID_ARGUMENT) for a value outside its range."""
-    given = {name: values[name].value for name in _SAMPLING if name not in skip}
+    given = {name: value_of(values, name) for name in _SAMPLING if name not in skip}
     return SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
-        stop=tuple(values["stop"].value),
-        stop_token_ids=tuple(values["stop_token_ids"].value),
+        stop=tuple(value_of(values, "stop")),
+        stop_token_ids=tuple(value_of(values, "stop_token_ids")),
     )
 
 
@@ -159,15 +159,20 @@ def engine_config(values: flags.FlagValues) -> EngineConfig:
     config = serving.load(values.config) if values.config else EngineConfig(model=values.model or DEFAULT_MODEL)
     changes = []
     for path in field_paths(config):
-        value = values[path.rpartition(".")[2]].value
+        value = value_of(values, path.rpartition(".")[2])
         if value is not None:
             changes.append((path, str(value)))
-    for assignment in values["set"].value:
+    for assignment in value_of(values, "set"):
         path, equals, value = assignment.partition("=")
         if not equals:
             raise ConfigError(f"set={assignment!r} must have the form FIELD=VALUE, e.g. cache.block_size=64")
         changes.append((path, value))
     return _apply(config, changes)
+
+
+def value_of(values: flags.FlagValues, name: str) -> Any:
+    """The value of a flag; None for one that is absent and has no default."""
+    return values[name].value
 
 
 def _apply(config: EngineConfig, changes: Sequence[tuple[str, str]]) -> EngineConfig:
@@ -189,7 +194,7 @@ def _apply(config: EngineConfig, changes: Sequence[tuple[str, str]]) -> EngineCo
 
 def server_config(values: flags.FlagValues) -> ServerConfig:
     names = ServerConfig.__dataclass_fields__
-    return ServerConfig(**{name: values[name].value for name in names})
+    return ServerConfig(**{name: value_of(values, name) for name in names})
 
 
 def config_json(**configs: Any) -> str:

@@ -22,13 +22,13 @@ from typing import IO, Any
 from absl import flags
 from tqdm import tqdm
 
-from dsjax.chat import encode_chat
+from dsjax.chat import ChatStrings, encode_chat
 from dsjax.errors import ConfigError, ErrorCode, RequestError, invalid
 from dsjax.request import Request, SamplingParams, TokenEvent, TokenLogprobs
 from servers import flags as server_flags
 from servers import prompts
 from servers.engine_thread import EngineLike
-from servers.main import MakeEngine, make_engine
+from servers.main import MakeEngine, ReadStrings, make_engine, read_chat_strings
 
 log = logging.getLogger("dsjax.generate")
 PROGRAM = "dsjax-generate"
@@ -80,12 +80,16 @@ class Job:
         return out | {"outputs": outputs, "usage": usage} | extra
 
 
-def main(argv: Sequence[str] | None = None, make_engine: MakeEngine = make_engine) -> int:
-    """The console script. Tests pass `make_engine` to use a fake engine."""
-    return server_flags.run(PROGRAM, lambda: _main(sys.argv if argv is None else argv, make_engine))
+def main(
+    argv: Sequence[str] | None = None,
+    make_engine: MakeEngine = make_engine,
+    read_chat_strings: ReadStrings = read_chat_strings,
+) -> int:
+    """The console script. Tests pass the functions, to use a fake engine."""
+    return server_flags.run(PROGRAM, lambda: _main(sys.argv if argv is None else argv, make_engine, read_chat_strings))
 
 
-def _main(argv: Sequence[str], make_engine: MakeEngine) -> int:
+def _main(argv: Sequence[str], make_engine: MakeEngine, read_chat_strings: ReadStrings) -> int:
     values = flags.FlagValues()
     flags.DEFINE_string("input", None, "file of prompts: text lines, or *.jsonl", flag_values=values)
     flags.DEFINE_string("output", "-", "file of answers; - is stdout", flag_values=values)
@@ -101,10 +105,11 @@ def _main(argv: Sequence[str], make_engine: MakeEngine) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO, stream=sys.stderr)
     log.info("config: %s", server_flags.config_json(engine=config))
     with _opened(values.output) as out:
+        strings = read_chat_strings(config)
         engine = make_engine(config)
         engine.warm_up(values.progress)
         with tqdm(total=len(jobs), unit="prompt", disable=not values.progress) as bar:
-            for job in answer(engine, jobs):
+            for job in answer(engine, strings, jobs):
                 out.write(json.dumps(job.to_dict(), ensure_ascii=False) + "\n")
                 out.flush()
                 bar.update()
@@ -155,17 +160,15 @@ def _read_json(line: str, request_id: str, defaults: SamplingParams) -> Job:
     return Job(str(raw.get("request_id", request_id)), prompt, dataclasses.replace(defaults, **params))
 
 
-def answer(engine: EngineLike, jobs: Sequence[Job]) -> Iterator[Job]:
+def answer(engine: EngineLike, strings: ChatStrings, jobs: Sequence[Job]) -> Iterator[Job]:
     """Runs the jobs, as many at once as the engine's queue takes, and yields them in order as they are done."""
     waiting, live, unwritten = deque(jobs), {}, deque(jobs)
     while unwritten:
         while waiting:
             job = waiting[0]
             try:
-                request = Request(
-                    request_id=job.request_id, prompt_token_ids=_token_ids(engine, job.prompt), params=job.params
-                )
-                engine.add(request)
+                ids = _token_ids(engine, strings, job.prompt)
+                engine.add(Request(request_id=job.request_id, prompt_token_ids=ids, params=job.params))
                 live[job.request_id] = job
             except RequestError as error:
                 if error.code is ErrorCode.RESOURCE_EXHAUSTED and live:
@@ -184,7 +187,7 @@ def answer(engine: EngineLike, jobs: Sequence[Job]) -> Iterator[Job]:
             yield unwritten.popleft()
 
 
-def _token_ids(engine: EngineLike, prompt: dict[str, Any]) -> list[int]:
+def _token_ids(engine: EngineLike, strings: ChatStrings, prompt: dict[str, Any]) -> list[int]:
     if "prompt_token_ids" in prompt:
         ids = prompt["prompt_token_ids"]
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
@@ -192,7 +195,6 @@ def _token_ids(engine: EngineLike, prompt: dict[str, Any]) -> list[int]:
         return ids
     tokenizer = prompts.tokenizer_of(engine, next(iter(prompt)))
     if "messages" in prompt:
-        strings = prompts.chat_strings(engine)
         return encode_chat(tokenizer, prompt["messages"], strings=strings, reply_after_system=True)
     if not isinstance(prompt["prompt"], str):
         raise invalid("prompt must be a string")

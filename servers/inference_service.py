@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import grpc
 
-from dsjax.chat import ReplyParser
+from dsjax.chat import ChatStrings, ReplyParser
 from dsjax.errors import ErrorCode, RequestError, invalid
 from dsjax.request import FinishReason, Request, TokenEvent
 from servers import convert, prompts
@@ -58,7 +58,14 @@ class _Preparing:
 
 class InferenceService(pb_grpc.InferenceServicer):
     def __init__(
-        self, thread: EngineThread, *, max_message_bytes: int, max_unread_tokens: int, config_json: str, version: str
+        self,
+        thread: EngineThread,
+        *,
+        max_message_bytes: int,
+        max_unread_tokens: int,
+        config_json: str,
+        chat_strings: ChatStrings,
+        version: str,
     ):
         self.idle = asyncio.Event()  # no Generate call is being answered
         self.idle.set()
@@ -66,6 +73,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         self._max_message_bytes = max_message_bytes
         self._max_unread_tokens = max_unread_tokens
         self._config_json = config_json
+        self._chat_strings = chat_strings
         self._version = version
         self._start_s = time.monotonic()
         self._refusal: RequestError | None = None  # of new calls, while draining
@@ -121,7 +129,9 @@ class InferenceService(pb_grpc.InferenceServicer):
         preparing = _Preparing(request_id)
         self._preparing.add(preparing)
         try:
-            prompt = await self._in_text_pool(lambda: prompts.of_generate(self._thread.engine, message, params))
+            prompt = await self._in_text_pool(
+                lambda: prompts.of_generate(self._thread.engine, self._chat_strings, message, params)
+            )
         finally:
             self._preparing.discard(preparing)
         request = Request(
@@ -157,7 +167,7 @@ class InferenceService(pb_grpc.InferenceServicer):
             self._require_serving()
             self._check_request_size(request)
             engine = self._thread.engine
-            ids = await self._in_text_pool(lambda: prompts.of_tokenize(engine, request))
+            ids = await self._in_text_pool(lambda: prompts.of_tokenize(engine, self._chat_strings, request))
             return pb.TokenizeResponse(token_ids=ids, max_model_len=engine.max_model_len)
         raise AssertionError  # _as_status has ended the call
 

@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
+from dsjax.chat import ChatStrings
 from dsjax.config import EngineConfig
 from dsjax.errors import ConfigError
 from servers import flags as server_flags
-from servers import prompts
 from servers.engine_thread import EngineLike, State
-from servers.flags import ServerConfig
 from servers.server import Server
 
 log = logging.getLogger("dsjax.server")
@@ -29,22 +28,32 @@ PROGRAM = "dsjax-serve"
 USAGE = "dsjax-serve [--model=FOLDER] [--port=50051] [--config=NAME] [--set FIELD=VALUE ...]"
 
 MakeEngine = Callable[[EngineConfig], EngineLike]
+ReadStrings = Callable[[EngineConfig], ChatStrings]
 
 
 def make_engine(config: EngineConfig) -> EngineLike:
     from dsjax.engine import Engine  # here, so that a wrong flag is answered before JAX is imported
 
-    engine = Engine.from_config(config, progress=True)
-    prompts.chat_strings(engine)  # a broken file is an error now, not at the first chat
-    return engine
+    return Engine.from_config(config, progress=True)
 
 
-def main(argv: Sequence[str] | None = None, make_engine: MakeEngine = make_engine) -> int:
-    """The console script. Tests pass `make_engine` to serve a fake engine."""
-    return server_flags.run(PROGRAM, lambda: _main(sys.argv if argv is None else argv, make_engine))
+def read_chat_strings(config: EngineConfig) -> ChatStrings:
+    """The fixed chat texts in the model's folder. Raises ConfigError, also for a model that is not there."""
+    from dsjax.load import model_dir
+
+    return ChatStrings.from_path(model_dir(config.model))
 
 
-def _main(argv: Sequence[str], make_engine: MakeEngine) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    make_engine: MakeEngine = make_engine,
+    read_chat_strings: ReadStrings = read_chat_strings,
+) -> int:
+    """The console script. Tests pass the functions, to serve a fake engine."""
+    return server_flags.run(PROGRAM, lambda: _main(sys.argv if argv is None else argv, make_engine, read_chat_strings))
+
+
+def _main(argv: Sequence[str], make_engine: MakeEngine, read_chat_strings: ReadStrings) -> int:
     values = flags.FlagValues()
     server_flags.define_engine_flags(values)
     server_flags.define_server_flags(values)
@@ -53,7 +62,12 @@ def _main(argv: Sequence[str], make_engine: MakeEngine) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO, stream=sys.stderr)
     config_json = server_flags.config_json(engine=engine_config, server=server_config)
     log.info("config: %s", config_json)
-    code, ended = asyncio.run(_serve(lambda: make_engine(engine_config), server_config, config_json))
+
+    def make_server() -> Server:
+        strings = read_chat_strings(engine_config)
+        return Server(lambda: make_engine(engine_config), server_config, config_json=config_json, chat_strings=strings)
+
+    code, ended = asyncio.run(_serve(make_server))
     if not ended:
         # A daemon thread inside a compilation crashes the interpreter's own shutdown.
         logging.shutdown()
@@ -62,7 +76,7 @@ def _main(argv: Sequence[str], make_engine: MakeEngine) -> int:
     return code
 
 
-async def _serve(make: Callable[[], EngineLike], config: ServerConfig, config_json: str) -> tuple[int, bool]:
+async def _serve(make_server: Callable[[], Server]) -> tuple[int, bool]:
     """Returns the exit code and whether the engine thread has ended."""
     stop, hurry = asyncio.Event(), asyncio.Event()
 
@@ -73,7 +87,7 @@ async def _serve(make: Callable[[], EngineLike], config: ServerConfig, config_js
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    server = Server(make, config, config_json=config_json)
+    server = make_server()
     await server.start()
     log.info("listening on %s; the engine is loading", server.address)
     try:

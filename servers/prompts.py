@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dsjax.chat import ChatStrings, ReplyParser, encode_chat
@@ -30,8 +28,10 @@ class Prompt:
     chat_parser: Callable[[], ReplyParser] | None = None  # makes the parser of one answer
 
 
-def of_generate(engine: EngineLike, message: pb.GenerateRequest, params: SamplingParams) -> Prompt:
-    """The prompt of a Generate call. Raises RequestError(INVALID_ARGUMENT)."""
+def of_generate(
+    engine: EngineLike, strings: ChatStrings, message: pb.GenerateRequest, params: SamplingParams
+) -> Prompt:
+    """The prompt of a Generate call; `strings` are the model folder's. Raises RequestError(INVALID_ARGUMENT)."""
     match message.WhichOneof("prompt"):
         case "token_ids":
             return Prompt(list(message.token_ids.ids), params)
@@ -41,18 +41,18 @@ def of_generate(engine: EngineLike, message: pb.GenerateRequest, params: Samplin
             tools = _tools(message.chat)
             mode = _mode(message.chat)
             return Prompt(
-                _encode_chat(engine, message.chat, tools, mode), params, lambda: ReplyParser(mode, tools=tools)
+                _encode_chat(engine, strings, message.chat, tools, mode), params, lambda: ReplyParser(mode, tools=tools)
             )
     raise invalid("prompt is absent: set text, token_ids or chat")
 
 
-def of_tokenize(engine: EngineLike, message: pb.TokenizeRequest) -> list[int]:
+def of_tokenize(engine: EngineLike, strings: ChatStrings, message: pb.TokenizeRequest) -> list[int]:
     """The ids that `of_generate` would make. Raises RequestError(INVALID_ARGUMENT)."""
     match message.WhichOneof("prompt"):
         case "text":
             return _encode_text(engine, message.text, message.add_bos)
         case "chat":
-            return _encode_chat(engine, message.chat, _tools(message.chat), _mode(message.chat))
+            return _encode_chat(engine, strings, message.chat, _tools(message.chat), _mode(message.chat))
     raise invalid("prompt is absent: set text or chat")
 
 
@@ -77,16 +77,6 @@ def chat_delta(parser: ReplyParser, event: TokenEvent) -> pb.ChatDelta:
     )
 
 
-def chat_strings(engine: EngineLike) -> ChatStrings:
-    """The fixed texts in the model's folder. Raises ConfigError for a file that cannot be read."""
-    return _chat_strings(engine.config.model)
-
-
-@functools.lru_cache(maxsize=4)
-def _chat_strings(model: str) -> ChatStrings:
-    return ChatStrings.from_path(model) if Path(model).is_dir() else ChatStrings()
-
-
 def _tool_call(call: Any) -> pb.ToolCall:
     return pb.ToolCall(id=f"call_{uuid.uuid4().hex}", name=call.name, arguments=call.arguments)
 
@@ -106,7 +96,9 @@ def _tools(chat: pb.ChatPrompt) -> list[dict[str, Any]]:
     return tools
 
 
-def _encode_chat(engine: EngineLike, chat: pb.ChatPrompt, tools: list[dict[str, Any]], mode: str) -> list[int]:
+def _encode_chat(
+    engine: EngineLike, strings: ChatStrings, chat: pb.ChatPrompt, tools: list[dict[str, Any]], mode: str
+) -> list[int]:
     tokenizer = tokenizer_of(engine, "chat")
     response_format = None
     if chat.HasField("response_format"):
@@ -119,7 +111,7 @@ def _encode_chat(engine: EngineLike, chat: pb.ChatPrompt, tools: list[dict[str, 
         drop_thinking=chat.drop_thinking if chat.HasField("drop_thinking") else True,
         tools=tools or None,
         response_format=response_format,
-        strings=chat_strings(engine),
+        strings=strings,
         reply_after_system=True,
     )
 

@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from dsjax.chat import ChatStrings
 from dsjax.errors import ConfigError, ErrorCode, RequestError
 from servers.engine_thread import EngineLike, EngineThread, State
 from servers.flags import ServerConfig
@@ -47,7 +48,14 @@ def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
 class Server:
     """Made and used on one event loop: `start`, `wait_ready`, `drain`."""
 
-    def __init__(self, make_engine: Callable[[], EngineLike], config: ServerConfig, *, config_json: str = "{}"):
+    def __init__(
+        self,
+        make_engine: Callable[[], EngineLike],
+        config: ServerConfig,
+        *,
+        config_json: str = "{}",
+        chat_strings: ChatStrings | None = None,
+    ):
         self.config = config
         self.port = 0  # the bound one, after `start`
         self.thread = EngineThread(make_engine, progress=True, on_state=self._on_state)
@@ -56,9 +64,10 @@ class Server:
             max_message_bytes=config.max_message_bytes,
             max_unread_tokens=config.max_unread_tokens,
             config_json=config_json,
+            chat_strings=chat_strings or ChatStrings(),
             version=_version(),
         )
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._server: grpc.aio.Server = grpc.aio.server(options=channel_options(config))
         self._tasks: set[asyncio.Task] = set()
 

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from dsjax.chat import ChatStrings
 from servers.flags import ServerConfig
 from servers.proto.dsjax.v1 import inference_pb2 as pb
 from servers.proto.dsjax.v1 import inference_pb2_grpc as pb_grpc
@@ -29,7 +30,7 @@ class Harness:
     stub: Any
 
     async def health(self) -> str:
-        stub = health_pb2_grpc.HealthStub(self.channel)
+        stub: Any = health_pb2_grpc.HealthStub(self.channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest())
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
@@ -54,8 +55,8 @@ def run(test: Callable[[Harness], Coroutine[Any, Any, None]], engine: FakeEngine
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: FakeEngine, **config: Any) -> AsyncIterator[Harness]:
-    server = Server(lambda: engine, ServerConfig(port=0, **config))
+async def serving(engine: FakeEngine, chat_strings: ChatStrings | None = None, **config: Any) -> AsyncIterator[Harness]:
+    server = Server(lambda: engine, ServerConfig(port=0, **config), chat_strings=chat_strings)
     await server.start()
     try:
         async with connect(server.port) as channel:
@@ -94,7 +95,7 @@ def request(prompt: str | list[int] = "abc", *, stream: bool = True, id: str = "
 async def collect(call: Any) -> list[pb.GenerateResponse]:
     """The messages left; `call.read()` may have taken some before."""
     messages = []
-    while (message := await call.read()) is not grpc.aio.EOF:
+    while (message := await call.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
         messages.append(message)
     return messages
 

@@ -3,6 +3,7 @@
 import sys
 import time
 
+from dsjax.chat import ChatStrings
 from servers.main import main
 from tests.servers.fakes import FakeEngine
 
@@ -16,4 +17,4 @@ class PacedEngine(FakeEngine):
 
 
 if __name__ == "__main__":
-    sys.exit(main(make_engine=lambda config: PacedEngine()))
+    sys.exit(main(make_engine=lambda config: PacedEngine(), read_chat_strings=lambda config: ChatStrings()))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from servers import prompts
+from dsjax.chat import ChatStrings
 from servers.proto.dsjax.v1 import inference_pb2 as pb
 from tests.servers.fakes import CONTROL, FakeEngine
 from tests.servers.harness import Harness, collect, run, status
@@ -114,8 +114,6 @@ def test_tools_and_calls_are_rendered_with_the_texts_of_the_model_folder(tmp_pat
     (tmp_path / "chat_strings.json").write_text(json.dumps({"tools_template": "Tools: {tool_schemas}."}))
 
     async def test(h: Harness):
-        h.engine.config = h.engine.config.__class__(model=str(tmp_path))
-        assert prompts.chat_strings(h.engine).tools_template == "Tools: {tool_schemas}."
         call = pb.ToolCall(id="1", name="add", arguments='{"x": 2}')
         messages = [
             pb.ChatMessage(role="user", content="2?"),
@@ -134,4 +132,4 @@ def test_tools_and_calls_are_rendered_with_the_texts_of_the_model_folder(tmp_pat
                 f"[{CONTROL['<｜end▁of▁sentence｜>']}][{USER}]<tool_result>3</tool_result>[{ASSISTANT}][{END_THINK}]"
             )
 
-    run(test)
+    run(test, chat_strings=ChatStrings.from_path(tmp_path))

@@ -5,6 +5,7 @@ import json
 import pytest
 from absl import flags
 
+from dsjax.chat import ChatStrings
 from dsjax.config import EngineConfig, SchedulerConfig
 from dsjax.errors import ConfigError
 from dsjax.request import SamplingParams
@@ -93,7 +94,7 @@ def test_errors_are_one_line_and_exit_code_2(arg, words, capsys):
     def never(config):
         raise AssertionError("the engine must not be made")
 
-    assert main.main(["dsjax-serve", arg], make_engine=never) == 2
+    assert main.main(["dsjax-serve", arg], make_engine=never, read_chat_strings=never) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("dsjax-serve: error: ") and words in err
@@ -125,7 +126,14 @@ def test_a_config_error_of_the_engine_is_one_line_and_exit_code_2(capfd):
     def make(config):
         raise ConfigError("model='/nowhere' has no config.json")
 
-    assert main.main(["dsjax-serve", "--port=0", "--model=/nowhere"], make_engine=make) == 2
+    assert (
+        main.main(
+            ["dsjax-serve", "--port=0", "--model=/nowhere"],
+            make_engine=make,
+            read_chat_strings=lambda config: ChatStrings(),
+        )
+        == 2
+    )
     out, err = capfd.readouterr()
     assert (out, "dsjax-serve: error: model='/nowhere' has no config.json\n" in err) == ("", True)
     assert "Traceback" not in err

@@ -178,7 +178,7 @@ def test_unknown_fields_of_a_newer_client_are_ignored():
         raw = request("a", stream=False, max_tokens=1).SerializeToString() + b"\xfa\x7f\x03new"  # field 2047
         call = h.channel.unary_stream(
             "/dsjax.v1.Inference/Generate",
-            request_serializer=lambda data: data,
+            request_serializer=bytes,
             response_deserializer=pb.GenerateResponse.FromString,
         )
         assert [m.outputs[0].text async for m in call(raw)] == ["b"]

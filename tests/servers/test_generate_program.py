@@ -4,8 +4,13 @@ import json
 
 import pytest
 
+from dsjax.chat import ChatStrings
 from servers import generate
 from tests.servers.fakes import FakeEngine
+
+
+def _no_strings(config):
+    return ChatStrings()
 
 
 def _run(tmp_path, name: str, text: str, *flags: str, engine: FakeEngine | None = None):
@@ -13,7 +18,7 @@ def _run(tmp_path, name: str, text: str, *flags: str, engine: FakeEngine | None 
     (tmp_path / name).write_text(text)
     out = tmp_path / "out.jsonl"
     argv = ["dsjax-generate", f"--input={tmp_path / name}", f"--output={out}", "--noprogress", *flags]
-    code = generate.main(argv, make_engine=lambda config: engine or FakeEngine())
+    code = generate.main(argv, make_engine=lambda config: engine or FakeEngine(), read_chat_strings=_no_strings)
     return code, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -29,14 +30,15 @@ def _server(*flags: str, module: str = "tests.servers.serve_fake") -> Iterator[t
         [sys.executable, "-m", module, "--port=0", *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ, PYTHONPATH=str(ROOT)),
     )  # fmt: skip
-    assert process.stdout is not None and process.stderr is not None
+    stdout, stderr = process.stdout, process.stderr
+    assert stdout is not None and stderr is not None
     log: list[str] = []
-    reader = threading.Thread(target=lambda: log.extend(process.stderr))  # so that a full pipe never blocks it
+    reader = threading.Thread(target=lambda: log.extend(stderr))  # so that a full pipe never blocks it
     reader.start()
     watchdog = threading.Timer(TIMEOUT_S, process.kill)
     watchdog.start()
     try:
-        line = process.stdout.readline()
+        line = stdout.readline()
         assert line.startswith("dsjax-serve ready on 127.0.0.1:"), (line, log)
         yield process, line.split()[-1]
     finally:
@@ -44,14 +46,15 @@ def _server(*flags: str, module: str = "tests.servers.serve_fake") -> Iterator[t
         process.wait()
         watchdog.cancel()
         reader.join()
-        process.stdout.close()
-        process.stderr.close()
+        stdout.close()
+        stderr.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_four_streams_and_exits_with_0(number):
     with _server("--grace-period-s=20") as (process, address), grpc.insecure_channel(address) as channel:
-        stub, health = pb_grpc.InferenceStub(channel), health_pb2_grpc.HealthStub(channel)
+        stub: Any = pb_grpc.InferenceStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
         watch = health.Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         calls = [stub.Generate(request(id=str(i), max_tokens=150, ignore_eos=True)) for i in range(4)]
@@ -85,7 +88,8 @@ def test_without_grace_four_streams_end_with_a_status_and_the_exit_code_is_0():
 
 def test_a_second_signal_ends_the_streams_at_once():
     with _server("--grace_period_s=1000") as (process, address), grpc.insecure_channel(address) as channel:
-        stub, health = pb_grpc.InferenceStub(channel), health_pb2_grpc.HealthStub(channel)
+        stub: Any = pb_grpc.InferenceStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
         watch = health.Watch(health_pb2.HealthCheckRequest())
         next(watch)
         call = stub.Generate(request(ignore_eos=True))
@@ -112,23 +116,23 @@ def test_a_taken_port_is_one_line_and_exit_code_2():
 
 def test_the_client_program_streams_an_answer(capsys):
     with _server() as (_, address):
-        code = client.main(["dsjax-client", f"--server={address}", "--max-tokens=3", "--usage", "--wait_s=10", "abc"])
+        code = client.main(["dsjax-client", f"--address={address}", "--max-tokens=3", "--usage", "--wait_s=10", "abc"])
         out, err = capsys.readouterr()
         assert (code, out) == (0, "def\n")
         assert "3 prompt tokens (0 cached), 3 completion tokens, finished by length" in err
-        assert client.main(["dsjax-client", f"--server={address}", "--n=2", "--max_tokens=2", "x"]) == 0
+        assert client.main(["dsjax-client", f"--address={address}", "--n=2", "--max_tokens=2", "x"]) == 0
         assert sorted(capsys.readouterr().out.split("\n")) == ["", "", "[0] yz", "[1] yz"]
-        assert client.main(["dsjax-client", f"--server={address}", "--timeout_s=0.05", "--ignore_eos", "x"]) == 1
+        assert client.main(["dsjax-client", f"--address={address}", "--timeout_s=0.05", "--ignore_eos", "x"]) == 1
         assert "dsjax-client: error: DEADLINE_EXCEEDED" in capsys.readouterr().err
-        assert client.main(["dsjax-client", f"--server={address}", "--min_tokens=4000", "--max_tokens=9", "x"]) == 2
+        assert client.main(["dsjax-client", f"--address={address}", "--min_tokens=4000", "--max_tokens=9", "x"]) == 2
         assert "min_tokens=4000 is not allowed" in capsys.readouterr().err
 
 
 def test_the_client_program_names_the_server_that_does_not_answer(capsys):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    assert client.main(["dsjax-client", f"--server=127.0.0.1:{port}", "hello"]) == 1
-    assert f"no server answers at 127.0.0.1:{port}: start dsjax-serve, or set --server" in capsys.readouterr().err
+    assert client.main(["dsjax-client", f"--address=127.0.0.1:{port}", "hello"]) == 1
+    assert f"no server answers at 127.0.0.1:{port}: start dsjax-serve, or set --address" in capsys.readouterr().err
 
 
 def test_server_info_holds_the_resolved_config():

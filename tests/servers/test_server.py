@@ -3,10 +3,11 @@
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # pyright: ignore[reportMissingImports]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -63,7 +64,8 @@ def test_a_failed_step_ends_the_batch_with_internal_and_health_says_so():
 
 def test_draining_flips_health_first_then_refuses_new_calls_and_lets_the_live_finish():
     async def test(h: Harness):
-        watch = health_pb2_grpc.HealthStub(h.channel).Watch(health_pb2.HealthCheckRequest())
+        health: Any = health_pb2_grpc.HealthStub(h.channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         h.engine.gate.clear()
         live = [h.stub.Generate(request("abc", id=str(i), stream=False, max_tokens=6)) for i in range(4)]
@@ -105,7 +107,7 @@ class _Endless(FakeEngine):
 
 def test_reflection_lists_the_services():
     async def test(h: Harness):
-        stub = reflection_pb2_grpc.ServerReflectionStub(h.channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(h.channel)  # type: ignore[arg-type]
         call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         answer = await call.read()
         assert sorted(service.name for service in answer.list_services_response.service) == [
@@ -202,7 +204,7 @@ def test_the_channel_options_exist_in_this_grpc():
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ServerConfig) if f.type == "int"])
 def test_server_config_refuses_what_grpc_would_misread(field):
     with pytest.raises(ConfigError, match=f"{field}=-1 must be in"):
-        ServerConfig(**{field: -1})
+        ServerConfig(**{field: -1})  # type: ignore[arg-type]
 
 
 def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing_behind():
