@@ -7,6 +7,7 @@ Precedence, weakest first: the field's default, `--config`, the flag, `--set`.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -235,6 +236,12 @@ def _with_underscores(values: flags.FlagValues, argv: Sequence[str]) -> list[str
             arg = f"--{name}{equals}{value}"
         out.append(arg)
     return out
+
+
+def log_to_stderr() -> None:
+    """Our own log from INFO on, of libraries only warnings."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("dsjax").setLevel(logging.INFO)
 
 
 def run(program: str, body: Callable[[], int]) -> int:

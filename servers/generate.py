@@ -102,7 +102,7 @@ def _main(argv: Sequence[str], make_engine: MakeEngine, read_chat_strings: ReadS
     config = server_flags.engine_config(values)
     defaults = server_flags.sampling_params(values, skip=("seed",))  # --seed is the engine's, and gives each its own
     jobs = read_jobs(values.input, defaults)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO, stream=sys.stderr)
+    server_flags.log_to_stderr()
     log.info("config: %s", server_flags.config_json(engine=config))
     with _opened(values.output) as out:
         strings = read_chat_strings(config)

@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 MAX_REQUEST_ID_CHARS = 256
+# Encoded in about a millisecond, less than a change of threads may cost while the engine thread computes.
+INLINE_BYTES = 4096
 # A client may reuse an id right after it cancelled; the old call's end can reach us after the new call does.
 ID_REUSE_WAIT_S = 0.5
 RETRY_AFTER_S = 1
@@ -129,8 +131,8 @@ class InferenceService(pb_grpc.InferenceServicer):
         preparing = _Preparing(request_id)
         self._preparing.add(preparing)
         try:
-            prompt = await self._in_text_pool(
-                lambda: prompts.of_generate(self._thread.engine, self._chat_strings, message, params)
+            prompt = await self._off_loop(
+                message, lambda: prompts.of_generate(self._thread.engine, self._chat_strings, message, params)
             )
         finally:
             self._preparing.discard(preparing)
@@ -167,7 +169,7 @@ class InferenceService(pb_grpc.InferenceServicer):
             self._require_serving()
             self._check_request_size(request)
             engine = self._thread.engine
-            ids = await self._in_text_pool(lambda: prompts.of_tokenize(engine, self._chat_strings, request))
+            ids = await self._off_loop(request, lambda: prompts.of_tokenize(engine, self._chat_strings, request))
             return pb.TokenizeResponse(token_ids=ids, max_model_len=engine.max_model_len)
         raise AssertionError  # _as_status has ended the call
 
@@ -179,7 +181,7 @@ class InferenceService(pb_grpc.InferenceServicer):
             self._check_request_size(request)
             engine = self._thread.engine
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-            text = await self._in_text_pool(lambda: prompts.detokenize(engine, list(request.token_ids), skip))
+            text = await self._off_loop(request, lambda: prompts.detokenize(engine, list(request.token_ids), skip))
             return pb.DetokenizeResponse(text=text)
         raise AssertionError
 
@@ -262,7 +264,10 @@ class InferenceService(pb_grpc.InferenceServicer):
         convert.check_size(message, self._max_message_bytes, "answer", remedy)
         await context.write(message)
 
-    async def _in_text_pool(self, function: Callable[[], T]) -> T:
+    async def _off_loop(self, message: convert.Message, function: Callable[[], T]) -> T:
+        """Runs what takes long for a long `message` in the text pool, and what does not at once."""
+        if message.ByteSize() <= INLINE_BYTES:
+            return function()
         return await asyncio.get_running_loop().run_in_executor(self._text_pool, function)
 
     async def _wait_for_id(self, request_id: str) -> None:

@@ -59,7 +59,7 @@ def _main(argv: Sequence[str], make_engine: MakeEngine, read_chat_strings: ReadS
     server_flags.define_server_flags(values)
     server_flags.parse(values, argv, USAGE)
     engine_config, server_config = server_flags.engine_config(values), server_flags.server_config(values)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO, stream=sys.stderr)
+    server_flags.log_to_stderr()
     config_json = server_flags.config_json(engine=engine_config, server=server_config)
     log.info("config: %s", config_json)
 

@@ -27,7 +27,7 @@ log = logging.getLogger("dsjax.server")
 
 # After its last message a call still has to send its status; connections are closed at the latest then.
 FLUSH_S = 1.0
-ENGINE_STOP_S = 5.0  # longer than any step; a compilation may take longer and is abandoned
+ENGINE_STOP_S = 5.0  # longer than any step; loading and compiling take longer and are abandoned
 
 
 def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -112,7 +112,8 @@ class Server:
             await _within(self.service.idle, FLUSH_S)  # longer only for a client that does not read
         await self._server.stop(FLUSH_S)
         self.service.close()
-        return await self.thread.stop(ENGINE_STOP_S)
+        busy = self.thread.state in (State.LOADING, State.WARMING)
+        return await self.thread.stop(0 if busy else ENGINE_STOP_S)
 
     def end_streams(self, why: str) -> None:
         """Ends every live call with UNAVAILABLE."""

@@ -178,7 +178,6 @@ def test_a_client_that_does_not_read_is_ended_and_stalls_nobody():
     async def test(h: Harness):
         async with connect(h.server.port, **{"grpc.http2.lookahead_bytes": 1024}) as channel:
             slow = pb_grpc.InferenceStub(channel).Generate(request(id="slow", logprobs=20, ignore_eos=True))
-            await slow.read()
             for _ in range(5):
                 assert len(await collect(h.stub.Generate(request("a", max_tokens=50)))) >= 1
             await until(lambda: ("cancel", "slow") in h.engine.log)

@@ -24,10 +24,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
-def _server(*flags: str, module: str = "tests.servers.serve_fake") -> Iterator[tuple[subprocess.Popen, str]]:
-    """(process, HOST:PORT) of a server that is ready."""
+def _server(*flags: str, line: str = "dsjax-serve ready on 127.0.0.1:") -> Iterator[tuple[subprocess.Popen, str]]:
+    """(process, HOST:PORT) of a server that has printed its ready `line`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", module, "--port=0", *flags],
+        [sys.executable, "-m", "tests.servers.serve_fake", "--port=0", *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=dict(os.environ, PYTHONPATH=str(ROOT)),
     )  # fmt: skip
     stdout, stderr = process.stdout, process.stderr
@@ -38,9 +38,9 @@ def _server(*flags: str, module: str = "tests.servers.serve_fake") -> Iterator[t
     watchdog = threading.Timer(TIMEOUT_S, process.kill)
     watchdog.start()
     try:
-        line = stdout.readline()
-        assert line.startswith("dsjax-serve ready on 127.0.0.1:"), (line, log)
-        yield process, line.split()[-1]
+        printed = stdout.readline()
+        assert printed.startswith(line), (printed, log)
+        yield process, printed.split()[-1]
     finally:
         process.kill()
         process.wait()
@@ -101,6 +101,12 @@ def test_a_second_signal_ends_the_streams_at_once():
             list(call)
         assert "a second signal came" in raised.value.details()  # type: ignore[attr-defined]
         watch.cancel()
+        assert process.wait(TIMEOUT_S) == 0
+
+
+def test_a_signal_during_the_warm_up_ends_the_process_with_0():
+    with _server("--model=never-warm", line="warming") as (process, _):
+        process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0
 
 

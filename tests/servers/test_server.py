@@ -209,14 +209,14 @@ def test_server_config_refuses_what_grpc_would_misread(field):
 
 def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing_behind():
     async def test(h: Harness):
-        call = h.stub.Generate(request("x" * 3000, id="x", **FOREVER))
+        call = h.stub.Generate(request("x" * 5000, id="x", **FOREVER))
         await until(lambda: h.server.service._num_generating == 1)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await collect(call)
         await h.idle()
 
-    run(test)
+    run(test, FakeEngine(max_model_len=1 << 20))
 
 
 def test_two_channels_share_one_server():
