@@ -73,9 +73,6 @@ def _main(argv: Sequence[str]) -> int:
         except grpc.RpcError as error:
             print(f"{PROGRAM}: error: {_sentence(error, config)}", file=sys.stderr)
             return 1
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-            return 130
 
 
 def _define_flags(values: flags.FlagValues) -> None:

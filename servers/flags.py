@@ -245,9 +245,12 @@ def log_to_stderr() -> None:
 
 
 def run(program: str, body: Callable[[], int]) -> int:
-    """Runs a program's body; what the user did wrong becomes one line on stderr and exit code 2."""
+    """Runs a program's body; what the user did wrong becomes one line on stderr and exit code 2, Ctrl-C is 130."""
     try:
         return body()
     except (ConfigError, RequestError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130

@@ -44,6 +44,7 @@ class Job:
     request_id: str
     prompt: dict[str, Any]  # the one prompt field
     params: SamplingParams
+    token_ids: list[int] | None = None  # of the prompt, once encoded
     outputs: dict[int, dict[str, Any]] = field(default_factory=dict)
     usage: dict[str, int] = field(default_factory=dict)
     prompt_logprobs: list[Any] | None = None
@@ -167,8 +168,9 @@ def answer(engine: EngineLike, strings: ChatStrings, jobs: Sequence[Job]) -> Ite
         while waiting:
             job = waiting[0]
             try:
-                ids = _token_ids(engine, strings, job.prompt)
-                engine.add(Request(request_id=job.request_id, prompt_token_ids=ids, params=job.params))
+                if job.token_ids is None:
+                    job.token_ids = _token_ids(engine, strings, job.prompt)
+                engine.add(Request(request_id=job.request_id, prompt_token_ids=job.token_ids, params=job.params))
                 live[job.request_id] = job
             except RequestError as error:
                 if error.code is ErrorCode.RESOURCE_EXHAUSTED and live:

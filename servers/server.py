@@ -78,9 +78,8 @@ class Server:
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{self.config.port}")
+            self.port = self._server.add_insecure_port(f"{self._host}:{self.config.port}")
         except RuntimeError as error:
             raise ConfigError(
                 f"host={self.config.host!r}, port={self.config.port} cannot be listened on: it is in use, no address "
@@ -91,7 +90,12 @@ class Server:
 
     @property
     def address(self) -> str:
-        return f"{self.config.host}:{self.port}"
+        return f"{self._host}:{self.port}"
+
+    @property
+    def _host(self) -> str:
+        host = self.config.host
+        return f"[{host}]" if ":" in host else host
 
     async def wait_ready(self) -> None:
         """Returns when the engine is warm and health SERVING. Raises what loading raised."""

@@ -2,14 +2,15 @@
 
 import asyncio
 import random
+import threading
 
 import grpc
 import pytest
 
 from servers.proto.dsjax.v1 import inference_pb2 as pb
 from servers.proto.dsjax.v1 import inference_pb2_grpc as pb_grpc
-from tests.servers.fakes import FakeEngine
-from tests.servers.harness import Harness, collect, connect, request, run, status, until
+from tests.servers.fakes import FakeEngine, FakeTokenizer
+from tests.servers.harness import TIMEOUT_S, Harness, collect, connect, request, run, status, until
 
 FOREVER = {"ignore_eos": True, "max_tokens": 4000}
 
@@ -141,6 +142,31 @@ def test_abort_while_waiting_and_in_the_second_chunk():
         await h.idle()
 
     run(test, _Slow(max_num_seqs=1, chunk=1))
+
+
+def test_abort_while_the_prompt_is_encoded():
+    gate, entered = threading.Event(), threading.Event()
+
+    class SlowTokenizer(FakeTokenizer):
+        def encode(self, text, *, allow_special=False):
+            entered.set()
+            assert gate.wait(TIMEOUT_S)
+            return super().encode(text)
+
+    engine = FakeEngine()
+    engine.tokenizer = SlowTokenizer()
+
+    async def test(h: Harness):
+        call = h.stub.Generate(request("x" * 5000, id="x", n=2))
+        await until(entered.is_set)
+        assert [await _abort(h, "x"), await _abort(h, "x")] == [True, False]
+        gate.set()
+        (message,) = await collect(call)
+        assert [o.finish_reason for o in message.outputs] == [pb.FINISH_REASON_ABORT] * 2
+        assert engine.log == []
+        await h.idle()
+
+    run(test, engine)
 
 
 class _Slow(FakeEngine):

@@ -65,14 +65,22 @@ def test_every_call_of_the_engine_is_made_by_its_thread():
 def test_an_idle_thread_sleeps():
     async def test(thread, engine):
         await thread.submit(_request()).take_all()
-        steps = engine.num_steps
+        await until(lambda: len(thread._lock._waiters) == 1)  # type: ignore[attr-defined]
+        looks = engine.looks
         await thread.call(lambda e: None)
-        await thread.call(lambda e: None)
-        assert engine.num_steps == steps == 3
-        with thread._lock:  # waiting on the condition, the thread has let go of its lock
-            assert not thread._inbox
+        await until(lambda: len(thread._lock._waiters) == 1)  # type: ignore[attr-defined]
+        # Woken once: it looked before and after the command, and went back to sleep.
+        assert (engine.num_steps, engine.looks - looks) == (3, 2)
 
-    _run(test)
+    _run(test, _Looked())
+
+
+class _Looked(FakeEngine):
+    looks = 0
+
+    def has_work(self):
+        self.looks += 1
+        return super().has_work()
 
 
 def test_a_deadline_is_enforced_in_the_queue_and_while_running():

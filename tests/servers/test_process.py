@@ -134,6 +134,29 @@ def test_the_client_program_streams_an_answer(capsys):
         assert "min_tokens=4000 is not allowed" in capsys.readouterr().err
 
 
+def test_the_client_program_holds_a_conversation(capsys, monkeypatch):
+    # The fake's answer to a chat is 6, 7, 8, 9 (its prompt ends in </think>, 261) and 10, its end token.
+    turns = iter(["hi", "", "more"])
+    asked: list[str] = []
+
+    def read(prompt: str) -> str:
+        asked.append(prompt)
+        try:
+            return next(turns)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    with _server() as (_, address):
+        assert client.main(["dsjax-client", f"--address={address}", "--chat", "--system=Be brief.", "--usage"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "\x06\x07\x08\t\n\n" * 2
+    assert len(asked) == 4
+    assert "[0] 15 prompt tokens" in err  # BOS, 9 of the system, User, 2, Assistant, </think>
+    assert "[0] 28 prompt tokens" in err  # and the answer (5), EOS, User, 4, Assistant, </think>
+
+
 def test_the_client_program_names_the_server_that_does_not_answer(capsys):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
