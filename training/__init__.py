@@ -1,0 +1,1 @@
+"""Trains dsjax-nano, the embedded model: corpus, tokenizer, baselines, training and evaluation."""
