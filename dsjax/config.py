@@ -167,13 +167,17 @@ class ModelConfig:
         eos = raw.get("eos_token_id", 1)
         quant = raw.get("quantization_config") or {}
         if quant and (quant.get("quant_method"), quant.get("weight_block_size", [128, 128])) != ("fp8", [128, 128]):
-            raise ConfigError(f"quantization_config={quant!r} is not supported: fp8 with weight_block_size [128, 128] is")
+            raise ConfigError(
+                f"quantization_config={quant!r} is not supported: fp8 with weight_block_size [128, 128] is"
+            )
         has_csa = LayerKind.CSA in kinds
         mlp_types = raw.get("mlp_layer_types")
         if mlp_types is not None:
             num_hash = sum(t == "hash_moe" for t in mlp_types)
             if list(mlp_types) != ["hash_moe"] * num_hash + ["moe"] * (num_layers - num_hash):
-                raise ConfigError(f"mlp_layer_types={mlp_types} must be hash_moe layers, then moe layers, {num_layers} in all")
+                raise ConfigError(
+                    f"mlp_layer_types={mlp_types} must be hash_moe layers, then moe layers, {num_layers} in all"
+                )
         else:
             num_hash = need("num_hash_layers")
         return cls(
@@ -238,8 +242,8 @@ class ModelConfig:
 
 
 _PLAIN = (
-    "vocab_size hidden_size num_attention_heads q_lora_rank o_groups o_lora_rank moe_intermediate_size n_routed_experts "
-    "num_experts_per_tok routed_scaling_factor sliding_window hc_mult max_position_embeddings"
+    "vocab_size hidden_size num_attention_heads q_lora_rank o_groups o_lora_rank moe_intermediate_size "
+    "n_routed_experts num_experts_per_tok routed_scaling_factor sliding_window hc_mult max_position_embeddings"
 ).split()
 _OPTIONAL = "n_shared_experts hc_sinkhorn_iters hc_eps rms_norm_eps".split()
 # What V4 fixes; another value means another model, and serving it would give wrong text without an error.
@@ -337,8 +341,8 @@ class SchedulerConfig:
         _at_least(self, 0, "max_model_len")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs={self.max_num_seqs}: "
-                "every running request adds a token to a step"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}: every running request adds a token to a step"
             )
 
 

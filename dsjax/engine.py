@@ -106,7 +106,8 @@ class Engine:
         params = request.params
         if request.request_id in self._live:
             raise RequestError(
-                ErrorCode.ALREADY_EXISTS, f"request_id={request.request_id!r} is live; use another, or none for a new one"
+                ErrorCode.ALREADY_EXISTS,
+                f"request_id={request.request_id!r} is live; use another, or none for a new one",
             )
         max_total = self._max_total_tokens(request)
         vocab = self.model_config.vocab_size
@@ -162,18 +163,20 @@ class Engine:
             raise invalid("the prompt is empty: give at least one token")
         if len(ids) >= self.max_model_len:
             raise invalid(
-                f"the prompt has {len(ids)} tokens, and with one token of output exceeds max_model_len={self.max_model_len}"
+                f"the prompt has {len(ids)} tokens, and with one token of output exceeds "
+                f"max_model_len={self.max_model_len}"
             )
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocab:
             raise invalid(
-                f"prompt token {low if low < 0 else high} is not a token: ids of this model are in [0, vocab_size={vocab})"
+                f"prompt token {low if low < 0 else high} is not a token: ids of this model are in "
+                f"[0, vocab_size={vocab})"
             )
         scheduler = self.config.scheduler
         if not scheduler.enable_chunked_prefill and len(ids) > scheduler.max_num_batched_tokens:
             raise invalid(
-                f"the prompt has {len(ids)} tokens, more than max_num_batched_tokens={scheduler.max_num_batched_tokens}, "
-                "and enable_chunked_prefill is off"
+                f"the prompt has {len(ids)} tokens, more than "
+                f"max_num_batched_tokens={scheduler.max_num_batched_tokens}, and enable_chunked_prefill is off"
             )
         most = self.runner.spec.max_request_tokens
         total = min(self.max_model_len, len(ids) + (params.max_tokens or self.max_model_len))
@@ -342,4 +345,3 @@ def _add_prompt_logprobs(sequence: _Sequence, row: RowPlan, output: StepOutput, 
                     request.prompt_token_ids[position], output.prompt_logprobs, at, request.params.prompt_logprobs
                 )
             )
-

@@ -50,9 +50,13 @@ def load_runner(
     scheduler: SchedulerConfig,
     dtype: str = "auto",
     progress: bool = False,
+    with_mtp: bool = False,
     **options,
 ) -> tuple[Runner, int]:
-    """Loads a checkpoint into a runner; also returns the longest sequence it may be asked to hold."""
+    """Loads a checkpoint into a runner; also returns the longest sequence it may be asked to hold.
+
+    `with_mtp` loads the MTP block too, which a step with `all_logits` then runs; serving does not use it.
+    """
     max_model_len = scheduler.max_model_len or config.max_position_embeddings
     if max_model_len > config.max_position_embeddings:
         raise ConfigError(
@@ -61,10 +65,9 @@ def load_runner(
         )
     compute = resolve_dtype(dtype)
     stored = compute if cache.kv_cache_dtype == "auto" else jnp.dtype(cache.kv_cache_dtype)
-    spec = CacheSpec.of(config, cache, scheduler, max_model_len, stored.itemsize)
-    # The engine's step does not run the MTP block, so its weights are not loaded.
-    params = checkpoint.load_params(path, config, compute.name, include_mtp=False, progress=progress)
-    graph, state = assemble(config, params, compute, with_mtp=False)
+    spec = CacheSpec.of(config, cache, scheduler, max_model_len, stored.itemsize, num_mtp_layers=int(with_mtp))
+    params = checkpoint.load_params(path, config, compute.name, include_mtp=with_mtp, progress=progress)
+    graph, state = assemble(config, params, compute, with_mtp=with_mtp)
     runner = Runner(
         config=config,
         graph=graph,

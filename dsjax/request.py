@@ -97,7 +97,9 @@ class SamplingParams:
             check(name, value is None or 0 <= value <= MAX_LOGPROBS, f"it must be in [0, {MAX_LOGPROBS}]")
         for token, bias in self.logit_bias.items():
             if token < 0 or math.isnan(bias) or bias == math.inf:
-                raise invalid(f"logit_bias[{token}]={bias} is not allowed: the token must be an id and the bias a number")
+                raise invalid(
+                    f"logit_bias[{token}]={bias} is not allowed: the token must be an id and the bias a number"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

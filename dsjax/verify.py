@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ class Golden:
     greedy_logits: np.ndarray
     mtp_logits: np.ndarray | None
     difference: float = 0.0
+    mtp_difference: float = 0.0
     greedy: list[int] = field(default_factory=list)
 
     def expected(self, position: int) -> np.ndarray | None:
@@ -53,11 +55,18 @@ class Golden:
         beyond = position - len(self.ids) + 1
         return self.greedy_logits[beyond] if beyond < len(self.greedy_logits) else None
 
-    def compare(self, position: int, got: np.ndarray) -> None:
+    def compare(self, position: int, got: np.ndarray, draft: np.ndarray | None = None) -> None:
+        """Takes in the logits after the token at `position`, and the MTP block's."""
         want = self.expected(position)
         if want is not None:
-            worst = float(np.max(np.abs(got - want)))
-            self.difference = max(self.difference, math.inf if math.isnan(worst) else worst)
+            self.difference = max(self.difference, _distance(got, want))
+        if draft is not None and self.mtp_logits is not None and position < len(self.mtp_logits):
+            self.mtp_difference = max(self.mtp_difference, _distance(draft, self.mtp_logits[position]))
+
+
+def _distance(got: np.ndarray, want: np.ndarray) -> float:
+    worst = float(np.max(np.abs(got - want)))
+    return math.inf if math.isnan(worst) else worst
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +77,11 @@ class Result:
     prompt: int
     num_tokens: int
     difference: float  # largest |logit - recorded logit|
+    mtp_difference: float | None  # the same of the MTP block; None where nothing is recorded or loaded
     greedy_equal: bool
 
     def passes(self, atol: float) -> bool:
-        return self.difference <= atol and self.greedy_equal
+        return max(self.difference, self.mtp_difference or 0.0) <= atol and self.greedy_equal
 
 
 def read_golden(path: Path) -> list[Golden]:
@@ -106,11 +116,16 @@ def verify(
         yield from _verify_full(path, config, prompts, dtype)
     if any(step is not None for step in steps):
         longest = max(len(p.ids) + len(p.greedy_ids) for p in prompts)
-        runner, max_model_len = _recorder(path, config, longest, kv_cache_dtype, dtype)
+        with_mtp = _has_mtp(path, prompts)
+        runner, max_model_len = recording_runner(
+            path, config, longest, kv_cache_dtype=kv_cache_dtype, dtype=dtype, with_mtp=with_mtp
+        )
         for mode, num_tokens in zip(modes, steps, strict=True):
             if num_tokens is not None:
                 rows = _ROWS if mode == "paged" else 1
-                scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=min(num_tokens, runner.max_tokens))
+                scheduler = SchedulerConfig(
+                    max_num_seqs=rows, max_num_batched_tokens=min(num_tokens, runner.max_tokens)
+                )
                 yield from _verify_paged(mode, runner, scheduler, config, max_model_len, prompts)
 
 
@@ -127,8 +142,12 @@ def parse_mode(mode: str) -> int | None:
     raise ConfigError(f"mode={mode!r} must be full, paged, chunk=N or token")
 
 
+def _has_mtp(path: Path, prompts: list[Golden]) -> bool:
+    return checkpoint.has_mtp(path) and any(p.mtp_logits is not None for p in prompts)
+
+
 def _verify_full(path: Path, config: ModelConfig, prompts: list[Golden], dtype: str) -> Iterator[Result]:
-    with_mtp = checkpoint.has_mtp(path) and any(p.mtp_logits is not None for p in prompts)
+    with_mtp = _has_mtp(path, prompts)
     compute = resolve_dtype(dtype)
     params = checkpoint.load_params(path, config, compute.name, include_mtp=with_mtp)
     graph, state = assemble(config, params, compute, with_mtp=with_mtp)
@@ -144,26 +163,22 @@ def _verify_full(path: Path, config: ModelConfig, prompts: list[Golden], dtype: 
         # Causal, so padding at the end changes nothing before it: few lengths to compile.
         padded = np.zeros(max(16, 1 << (len(ids) - 1).bit_length()), np.int32)
         padded[: len(ids)] = ids
-        logits, mtp = forward(state, jnp.asarray(padded))
-        logits = np.asarray(logits)[: len(ids)]
-        fresh = dataclasses.replace(prompt, difference=0.0)
+        logits, mtp = jax.tree.map(np.asarray, forward(state, jnp.asarray(padded)))
+        logits = logits[: len(ids)]
+        fresh = dataclasses.replace(prompt, difference=0.0, mtp_difference=0.0)
         for position, row in enumerate(logits):
-            fresh.compare(position, row)
+            fresh.compare(position, row, None if mtp is None else mtp[min(position, len(mtp) - 1)])
         # With its own greedy tokens as input, choosing the recorded token everywhere is the greedy run.
         chosen = logits[len(prompt.ids) - 1 :].argmax(axis=-1)
-        yield _result("full", fresh, bool((chosen == prompt.greedy_ids).all()))
-        if mtp is not None and prompt.mtp_logits is not None and len(prompt.mtp_logits):
-            worst = float(np.abs(np.asarray(mtp)[: len(prompt.mtp_logits)] - prompt.mtp_logits).max())
-            yield Result(
-                mode="full mtp", prompt=prompt.index, num_tokens=len(prompt.ids), difference=worst, greedy_equal=True
-            )
+        yield _result("full", fresh, bool((chosen == prompt.greedy_ids).all()), with_mtp)
 
 
 class RecordingRunner:
     """A runner whose steps are compared with the recorded logits as they are read."""
 
-    def __init__(self, runner: Runner, max_tokens: int):
+    def __init__(self, runner: Runner, max_tokens: int, has_mtp: bool):
         self.runner, self.spec, self.max_tokens = runner, runner.spec, max_tokens
+        self.has_mtp = has_mtp
         self.prompts: dict[str, Golden] = {}
 
     def dispatch(self, plan: StepPlan) -> tuple[list[tuple[str, int, int]], StepOutput]:
@@ -180,29 +195,39 @@ class RecordingRunner:
                 # beyond a wrong token the recorded logits are of another text
                 drawn = prompt.greedy[: max(0, start + i + 1 - len(prompt.ids))]
                 if drawn == prompt.greedy_ids[: len(drawn)].tolist():
-                    prompt.compare(start + i, output.logits[token + i])
+                    draft = None if output.draft_logits is None else output.draft_logits[token + i]
+                    prompt.compare(start + i, output.logits[token + i], draft)
             token += num_new
         return output
 
 
-def _recorder(
-    path: Path, config: ModelConfig, longest: int, kv_cache_dtype: str, dtype: str
+def recording_runner(
+    path: Path,
+    config: ModelConfig,
+    longest: int,
+    *,
+    kv_cache_dtype: str = "auto",
+    dtype: str = "float32",
+    with_mtp: bool = False,
+    **cache: Any,
 ) -> tuple[RecordingRunner, int]:
+    """A runner for sequences of up to `longest` tokens, and its max_model_len; `cache` sets fields of CacheConfig."""
     max_tokens = 1 << max(6, (longest - 1).bit_length())
     runner, max_model_len = load_runner(
         path,
         config,
-        cache=CacheConfig(block_size=16, enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype),
+        cache=CacheConfig(**{"block_size": 16, "enable_prefix_caching": False, **cache}, kv_cache_dtype=kv_cache_dtype),
         scheduler=SchedulerConfig(
             max_num_seqs=_ROWS,
             max_num_batched_tokens=max_tokens,
             max_model_len=min(config.max_position_embeddings, longest + 1),
         ),
         dtype=dtype,
+        with_mtp=with_mtp,
         all_logits=True,
         fill=math.nan,  # a read of something unwritten must show
     )
-    return RecordingRunner(runner, max_tokens), max_model_len
+    return RecordingRunner(runner, max_tokens, with_mtp), max_model_len
 
 
 def _verify_paged(
@@ -220,7 +245,9 @@ def _verify_paged(
         tokenizer=None,
         max_model_len=max_model_len,
     )
-    runner.prompts = {str(p.index): dataclasses.replace(p, difference=0.0, greedy=[]) for p in prompts}
+    runner.prompts = {
+        str(p.index): dataclasses.replace(p, difference=0.0, mtp_difference=0.0, greedy=[]) for p in prompts
+    }
     for prompt in prompts:
         params = SamplingParams(temperature=0, max_tokens=len(prompt.greedy_ids), ignore_eos=True)
         ids = prompt.ids.tolist()
@@ -230,14 +257,15 @@ def _verify_paged(
             prompt = runner.prompts[event.request_id]
             prompt.greedy += event.token_ids
             if event.finished:
-                yield _result(mode, prompt, prompt.greedy == prompt.greedy_ids.tolist())
+                yield _result(mode, prompt, prompt.greedy == prompt.greedy_ids.tolist(), runner.has_mtp)
 
 
-def _result(mode: str, prompt: Golden, greedy_equal: bool) -> Result:
+def _result(mode: str, prompt: Golden, greedy_equal: bool, has_mtp: bool) -> Result:
     return Result(
         mode=mode,
         prompt=prompt.index,
         num_tokens=len(prompt.ids),
         difference=prompt.difference,
+        mtp_difference=prompt.mtp_difference if has_mtp and prompt.mtp_logits is not None else None,
         greedy_equal=greedy_equal,
     )

@@ -1,1 +1,1 @@
-"""Kernels: knows JAX and shapes, nothing of requests or schedules. One folder an operation, one public function each."""
+"""Kernels: knows JAX and shapes, nothing of requests or schedules. A folder an operation."""

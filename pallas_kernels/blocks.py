@@ -39,13 +39,17 @@ class Pages(NamedTuple):
 
     def read_pages(self, row: jax.Array, first_page: jax.Array, count: int) -> jax.Array:
         """Whole pages first_page .. first_page + count of each row in row [NB] -> [NB, count * entries, width]."""
-        ids = jax.lax.dynamic_slice_in_dim(self.table, first_page, count, axis=1)[row] + self.layer * self.num_pages
-        pages = jnp.take(self.pool, ids, axis=0, mode="clip")
+        ids = jax.lax.dynamic_slice_in_dim(self.table, first_page, count, axis=1)[row]
+        pages = self.pool.at[ids + self.layer * self.num_pages].get(mode="clip")
         return pages.reshape(row.shape[0], count * self.entries_per_page, -1)
 
     def read_rows(self, row: jax.Array, index: jax.Array, valid: jax.Array) -> jax.Array:
         """Entries index [NB, K] (ring index over the table) of rows row [NB]; zero where not `valid`."""
         epp, width = self.entries_per_page, self.table.shape[1]
-        page = jnp.take_along_axis(self.table[row], (index // epp) % width, axis=1) + self.layer * self.num_pages
-        slot = jnp.where(valid, page * epp + index % epp, self.pool.shape[0] * epp)
-        return jnp.take(self.pool.reshape(-1, self.pool.shape[2]), slot, axis=0, mode="fill", fill_value=0)
+        # The layer comes in last, so that what comes before is the same for every layer and computed once.
+        place = jax.lax.rem(jax.lax.div(index, epp), width)
+        page = self.table[row[:, None], place]
+        slot = page * epp + jax.lax.rem(index, epp)
+        flat = self.pool.reshape(-1, self.pool.shape[2])
+        rows = flat.at[slot + self.layer * self.num_pages * epp].get(mode="clip")
+        return jnp.where(valid[..., None], rows, 0)

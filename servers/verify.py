@@ -26,12 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
-    flags.DEFINE_multi_string("mode", None, "full, paged, chunk=N or token; repeatable; default all", flag_values=values)
+    flags.DEFINE_multi_string(
+        "mode", None, "full, paged, chunk=N or token; repeatable; default all", flag_values=values
+    )
     flags.DEFINE_string("kv_cache_dtype", "auto", "auto (the activations'), float32, bfloat16", flag_values=values)
     flags.DEFINE_string("dtype", "float32", "of weights and activations: float32, bfloat16", flag_values=values)
     flags.DEFINE_float("atol", 2e-4, "largest allowed difference of a logit", flag_values=values)
     flags.DEFINE_string(
-        "compilation_cache_dir", "~/.cache/dsjax/xla", "where compiled programs are kept; empty keeps none",
+        "compilation_cache_dir",
+        "~/.cache/dsjax/xla",
+        "where compiled programs are kept; empty keeps none",
         flag_values=values,
     )
     folders = server_flags.parse(values, argv, USAGE, positional=True)
@@ -53,9 +57,11 @@ def _main(argv: Sequence[str]) -> int:
     for result in verify(folder, modes, kv_cache_dtype=values.kv_cache_dtype, dtype=values.dtype):
         passed = result.passes(values.atol)
         failed += not passed
+        mtp = "" if result.mtp_difference is None else f"  mtp {result.mtp_difference:.2e}"
+        greedy = "equal" if result.greedy_equal else "DIFFERS"
         print(
             f"{'ok  ' if passed else 'FAIL'} {result.mode:10} prompt {result.prompt:<3} {result.num_tokens:5} tokens"
-            f"  max |logit difference| {result.difference:.2e}  greedy {'equal' if result.greedy_equal else 'DIFFERS'}",
+            f"  max |logit difference| {result.difference:.2e}{mtp}  greedy {greedy}",
             flush=True,
         )
     print(f"{PROGRAM}: {'all passed' if not failed else f'{failed} failed'} at atol={values.atol:g}")

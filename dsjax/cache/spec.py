@@ -104,8 +104,9 @@ class CacheSpec:
         scheduler: SchedulerConfig,
         max_model_len: int,
         bytes_per_value: int,
+        num_mtp_layers: int = 0,
     ) -> CacheSpec:
-        """Sizes the pools.
+        """Sizes the pools. `num_mtp_layers` MTP blocks have window rows of their own, after the layers'.
 
         Without `num_gpu_blocks_override`: for `max_num_seqs` requests of `max_model_len` and `num_snapshots` snapshots,
         shrunk to `cache_memory_bytes`. Raises ConfigError when not even one request of some length fits.
@@ -117,7 +118,7 @@ class CacheSpec:
         state_values = csa * 9 * (model.head_dim + model.index_head_dim) + hca * 3 * model.head_dim
         state_bytes = (scheduler.max_num_seqs + num_snapshots) * state_values * 4
         layouts = {  # layers, values of a page's entry in all its arrays, ratio, entries a page
-            EntryKind.WINDOW: (model.num_hidden_layers, model.head_dim, 1, block),
+            EntryKind.WINDOW: (model.num_hidden_layers + num_mtp_layers, model.head_dim, 1, block),
             EntryKind.CSA: (csa, model.head_dim + model.index_head_dim, model.csa_ratio, block),
             EntryKind.HCA: (hca, model.head_dim, model.hca_ratio, max(1, block // 4)),
         }

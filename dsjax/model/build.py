@@ -30,7 +30,9 @@ def assemble(
     flat = dict(nnx.to_flat_state(state))
     names = {".".join(map(str, path)): path for path in flat}
     if names.keys() != params.keys():
-        raise ConfigError(f"parameters do not fit the model: {sorted(names.keys() ^ params.keys())[:5]} are on one side only")
+        raise ConfigError(
+            f"parameters do not fit the model: {sorted(names.keys() ^ params.keys())[:5]} are on one side only"
+        )
     for name, path in names.items():
         want = flat[path]
         if want.shape != params[name].shape:
@@ -41,5 +43,5 @@ def assemble(
 
 def flat_params(model: Any) -> dict[str, np.ndarray]:
     """The reverse: {dotted path: array} of a model's parameters, as `checkpoint.save_checkpoint` takes them."""
-    state = nnx.state(model, nnx.Param)
+    state = nnx.state(model)
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(state)}

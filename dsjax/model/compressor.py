@@ -30,7 +30,7 @@ class Compressor(nnx.Module):
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [T, D], positions [T] -> values and logits [T, channels], float32."""
         values = self.wkv(x, jnp.float32, HIGHEST)
-        logits = self.wgate(x, jnp.float32, HIGHEST) + self.ape[...][positions % self.ratio]
+        logits = self.wgate(x, jnp.float32, HIGHEST) + self.ape[...][jax.lax.rem(positions, self.ratio)]
         return values, logits
 
     def finish(self, pooled: jax.Array, window: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -56,4 +56,4 @@ class Compressor(nnx.Module):
 
 def num_visible(positions: jax.Array, ratio: int) -> jax.Array:
     """How many entries a query at each position may use: those whose last token it has reached."""
-    return (positions + 1) // ratio
+    return jax.lax.div(positions + 1, ratio)

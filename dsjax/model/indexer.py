@@ -33,7 +33,7 @@ class Indexer(nnx.Module):
         self.config = config
 
     def queries(self, x: jax.Array, c_q: jax.Array, table: CosSin) -> tuple[jax.Array, jax.Array]:
-        """x [T, D], c_q [T, q_lora] -> queries [T, HI, dI] and head weights [T, HI] float32 with the scales folded in."""
+        """x [T, D], c_q [T, q_lora] -> queries [T, HI, dI] and head weights [T, HI] float32, scales included."""
         heads, width = self.config.index_n_heads, self.config.index_head_dim
         q = self.wq_b(c_q).reshape(-1, heads, width)
         q = rotate(q, (table[0][:, None], table[1][:, None]))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.config import ModelConfig
-from dsjax.model.param import HIGHEST, Linear, constant, normal
-from pallas_kernels.grouped_matmul import grouped_matmul, group_tiles
+from dsjax.model.param import HIGHEST, Buffer, Linear, constant, normal
+from pallas_kernels.grouped_matmul import group_tiles, grouped_matmul
 
 
 def clamped_swiglu(gate_up: jax.Array, limit: float) -> jax.Array:
@@ -28,7 +28,7 @@ class Gate(nnx.Module):
             k, e = config.num_experts_per_tok, config.n_routed_experts
             # k distinct experts a token id; a trained model brings its own table
             table = (jnp.arange(config.vocab_size)[:, None] * k + jnp.arange(k)) % e
-            self.tid2eid = nnx.Param(table.astype(jnp.int32), logical_axes=("vocab", None))
+            self.tid2eid = Buffer(table.astype(jnp.int32), logical_axes=("vocab", None))
         else:
             self.bias = constant((config.n_routed_experts,), ("expert",), 0.0)
         self.config, self.hashed = config, hashed
@@ -39,7 +39,7 @@ class Gate(nnx.Module):
         return jnp.sqrt(jax.nn.softplus(logits))
 
     def __call__(self, x: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [T, D], token_ids [T] -> experts [T, k] int32, weights [T, k] float32 (they sum to routed_scaling_factor)."""
+        """x [T, D], token_ids [T] -> experts [T, k] int32, weights [T, k] float32, which sum to the scaling factor."""
         scores = self.scores(x)
         if self.hashed:
             experts = self.tid2eid[...][token_ids]

@@ -1,4 +1,4 @@
-"""The multi-token-prediction block: drafts token i + 2 from the main model's streams at i and token i + 1 (spec 2.8)."""
+"""The multi-token-prediction block: drafts token i + 2 from the streams at i and token i + 1 (spec 2.8)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsjax.model.param import Linear
 
 
 class MTP(nnx.Module):
-    """Joins streams and the next token's embedding, runs a sliding-window block; embedding and head are the main ones."""
+    """Joins streams and the next token's embedding, runs a sliding block; embedding and head are shared."""
 
     def __init__(self, config: ModelConfig, block: nnx.Module, rngs: nnx.Rngs, dtype: jnp.dtype):
         d, eps = config.hidden_size, config.rms_norm_eps

@@ -6,6 +6,8 @@ it makes XLA copy the pool.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -16,9 +18,9 @@ from dsjax.model.attention import Attention
 from dsjax.model.batch import ForwardBatch
 from dsjax.model.compressor import Compressor
 from dsjax.model.rope import CosSin
-from dsjax.model.transformer import Transformer
+from dsjax.model.transformer import Tap, Transformer
 from pallas_kernels.blocks import Pages
-from pallas_kernels.cache_write import cache_write
+from pallas_kernels.cache_write import NOWHERE, cache_write
 from pallas_kernels.compress import compress
 from pallas_kernels.csa_attention import csa_attention
 from pallas_kernels.hca_attention import hca_attention
@@ -29,7 +31,11 @@ ENTRY_KIND = {LayerKind.CSA: EntryKind.CSA, LayerKind.HCA: EntryKind.HCA}
 
 
 def forward(
-    model: Transformer, batch: ForwardBatch, cache: CacheState, num_pages: dict[EntryKind, int]
+    model: Transformer,
+    batch: ForwardBatch,
+    cache: CacheState,
+    num_pages: dict[EntryKind, int],
+    tap: Tap | None = None,
 ) -> tuple[jax.Array, CacheState]:
     """Runs the new tokens of every row. `num_pages` is the pages a layer of each kind has.
 
@@ -40,26 +46,50 @@ def forward(
         tables = model.tables(batch.positions)
     nth = dict.fromkeys(LayerKind, 0)  # how many layers of each kind came before
     for layer, block in enumerate(model.layers):
-
-        def attend(x: jax.Array, layer=layer, block=block) -> jax.Array:
-            nonlocal cache
-            step = _LayerStep(batch, cache, num_pages, layer, nth[block.kind])
-            out = step.attend(block.attn, x, tables[block.kind])
-            cache = step.cache
-            return out
-
+        inner = None if tap is None else lambda name, value, layer=layer: tap(f"L{layer}.{name}", value)
+        step = _LayerStep(batch, cache, num_pages, layer, nth[block.kind], inner)
         with jax.named_scope(f"layer{layer}"):
-            streams = block(streams, batch.token_ids, attend, batch.num_tokens)
+            attend = functools.partial(step.attend, block.attn, table=tables[block.kind])
+            streams = block(streams, batch.token_ids, attend, batch.num_tokens, inner)
+        cache = step.cache
         nth[block.kind] += 1
     return streams, cache
+
+
+def draft(
+    model: Transformer,
+    streams: jax.Array,  # [S, T, D] as `forward` returns them
+    following: jax.Array,  # [T] the token after each token
+    batch: ForwardBatch,
+    cache: CacheState,
+    num_pages: dict[EntryKind, int],
+) -> tuple[jax.Array, CacheState]:
+    """Runs the MTP block on the same tokens: logits [T, V] of the token after the following one.
+
+    The block is one more sliding layer: its window rows are the WINDOW pool's last layer.
+    """
+    table = model.tables(batch.positions)[LayerKind.SLIDING]
+    step = _LayerStep(batch, cache, num_pages, len(model.layers), 0, None)
+    block = model.mtp.block
+    x = model.mtp.inputs(streams, model.embed(following))
+    x = block(x, following, functools.partial(step.attend, block.attn, table=table), batch.num_tokens)
+    return model.head(model.mtp.outputs(x), jnp.float32), step.cache
 
 
 class _LayerStep:
     """One layer's reads and writes of the cache."""
 
-    def __init__(self, batch: ForwardBatch, cache: CacheState, num_pages: dict[EntryKind, int], layer: int, nth: int):
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        cache: CacheState,
+        num_pages: dict[EntryKind, int],
+        layer: int,  # among all layers
+        nth: int,  # among the layers of its kind
+        tap: Tap | None,
+    ):
         self.batch, self.cache, self.num_pages = batch, cache, num_pages
-        self.layer, self.nth = layer, nth  # among all layers, and among the layers of this kind
+        self.layer, self.nth, self.tap = layer, nth, tap
 
     def attend(self, attn: Attention, x: jax.Array, table: CosSin) -> jax.Array:
         """x [T, D] normed -> [T, D]."""
@@ -89,6 +119,8 @@ class _LayerStep:
                 ratio=ratio,
                 k=config.index_topk,
             )
+            if self.tap is not None:
+                self.tap("index_mask", chosen)
             o = csa_attention(queries, batch.blocks, window, entries, chosen, attn.sink[...], ratio=ratio, **common)
         return attn.output(self._packed(o, x.dtype), table)
 
@@ -101,7 +133,7 @@ class _LayerStep:
         states = self.cache.states[kind]
         num_slots = states.shape[0] // self._num_layers(kind)
         slot = batch.row_slot + self.nth * num_slots
-        state = jnp.take(states, slot, axis=0, mode="fill", fill_value=0)
+        state = states.at[slot].get(mode="clip")  # padding rows read some state and write none
         pooled, state = compress(
             values,
             logits,
@@ -111,11 +143,14 @@ class _LayerStep:
             ratio=compressor.ratio,
             overlap=compressor.overlap,
         )
-        self.cache = self.cache._replace(
-            states={**self.cache.states, kind: states.at[slot].set(state, mode="drop")}
-        )
+        if slot.shape[0] == 1:  # as in cache_write: two rows, so that it stays a scatter in place
+            slot, state = jnp.pad(slot, (0, 1), constant_values=NOWHERE), jnp.pad(state, ((0, 1), (0, 0), (0, 0)))
+        states = states.at[slot].set(state, mode="drop")
+        self.cache = self.cache._replace(states={**self.cache.states, kind: states})
         entries = compressor.finish(pooled, pieces.window, x.dtype)
         self._write(kind, pieces.entry_slot, entries, self.nth)
+        if self.tap is not None and kind is not EntryKind.INDEX_KEY:
+            self.tap("compressed_kv", entries)
 
     def _num_layers(self, kind: EntryKind) -> int:
         return self.cache.pools[kind].shape[0] // self.num_pages[kind]
@@ -129,10 +164,12 @@ class _LayerStep:
         return Pages(self.cache.pools[kind], table, layer, self.num_pages[kind])
 
     def _blocked(self, x: jax.Array) -> jax.Array:
-        """[T, ...] -> [NB, B, ...], zero at padding."""
-        return jnp.take(x, self.batch.block_token, axis=0, mode="fill", fill_value=0)
+        """[T, ...] -> [NB, B, ...]; padding repeats the last token, and what comes of it is not read."""
+        if self.batch.block_token.shape[1] == 1:  # a decode step: block i is token i
+            return x[:, None]
+        return x.at[self.batch.block_token].get(mode="clip")
 
     def _packed(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """[NB, B, ...] -> [T, ...]."""
-        flat = x.reshape(-1, *x.shape[2:])
-        return jnp.take(flat, self.batch.token_block, axis=0, mode="clip").astype(dtype)
+        flat = x.reshape(-1, *x.shape[2:]).astype(dtype)
+        return flat if x.shape[1] == 1 else flat.at[self.batch.token_block].get(mode="clip")

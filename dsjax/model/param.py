@@ -15,6 +15,10 @@ from flax import nnx
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
+class Buffer(nnx.Variable):
+    """A tensor of the checkpoint that is not trained: nnx.grad leaves it alone."""
+
+
 def normal(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],

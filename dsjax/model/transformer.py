@@ -80,10 +80,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32, *, with_mtp: bool = False):
         self.embed = Embed(config, rngs, dtype)
         self.layers = nnx.List(
-            [
-                Block(config, kind, i < config.num_hash_layers, rngs, dtype)
-                for i, kind in enumerate(config.layer_kinds)
-            ]
+            [Block(config, kind, i < config.num_hash_layers, rngs, dtype) for i, kind in enumerate(config.layer_kinds)]
         )
         self.hc_head = HyperHead(config, rngs)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -1,4 +1,4 @@
-"""Packs a step plan into the arrays a compiled step takes: two flat numpy vectors, so that dispatch passes few arguments."""
+"""Packs a step plan into the arrays a compiled step takes: two flat vectors, so that dispatch passes few arguments."""
 
 from __future__ import annotations
 
@@ -141,9 +141,7 @@ def _pack_pieces(a: dict, kind: EntryKind, layout: Layout, row, r: int, token: i
     a[f"{name}.entry_slot"][span] = np.where(store, slot, NOWHERE)
     a[f"{name}.last_of_row"][r] = piece + window.size - 1
     if not layout.bucket.is_decode:
-        a[f"{name}.of_token"][token : token + row.num_new] = (
-            piece + np.arange(row.start, row.end) // spec.ratio - first
-        )
+        a[f"{name}.of_token"][token : token + row.num_new] = piece + np.arange(row.start, row.end) // spec.ratio - first
     return window.size
 
 

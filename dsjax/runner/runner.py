@@ -36,6 +36,7 @@ class StepOutput(NamedTuple):
     logprobs: Logprobs  # [R]
     prompt_logprobs: Logprobs  # [T]
     logits: jax.Array | None  # [T, V] float32 with all_logits
+    draft_logits: jax.Array | None  # [T, V] float32 with all_logits, of a model loaded with its MTP block
 
 
 class Runner:
@@ -146,9 +147,7 @@ class Runner:
             self._prepare_slot(row)
         bucket = self.buckets.choose([row.num_new for row in plan.rows])
         host: HostBatch = pack(self._layouts[bucket], plan)
-        self.cache, self.slots, output = self._step(bucket)(
-            self.params, self.cache, self.slots, host.ints, host.floats
-        )
+        self.cache, self.slots, output = self._step(bucket)(self.params, self.cache, self.slots, host.ints, host.floats)
         return output
 
     def read(self, output: StepOutput) -> StepOutput:
@@ -207,14 +206,21 @@ def _step(
 ) -> tuple[CacheState, SlotTables, StepOutput]:
     """The compiled step: unpack, run the network, sample."""
     model = nnx.merge(graph, params)
-    batch, sampler = unpack(layout, ints, floats, slots.last_token)
+    # The barrier makes the arrays once; else every fusion that reads one cuts it out of the vector again.
+    batch, sampler = jax.lax.optimization_barrier(unpack(layout, ints, floats, slots.last_token))
     streams, cache = paged.forward(model, batch, cache, dict(num_pages))
     with jax.named_scope("sample"):
         logits = model.logits(jnp.take(streams, batch.row_last, axis=1, mode="clip"))
         tokens, logprobs, slots = sampling.sample(logits, sampler, slots)
         prompt = sampling.prompt_logprobs(streams, sampler, model.logits, config.vocab_size)
-    every = model.logits(streams) if all_logits else None
-    return cache, slots, StepOutput(tokens, logprobs, prompt, every)
+    every = drafts = None
+    if all_logits:
+        every = model.logits(streams)
+        if hasattr(model, "mtp"):
+            drawn = sampler.token_is_last & sampler.samples[sampler.token_row]
+            following = jnp.where(drawn, tokens[sampler.token_row], sampler.next_token)
+            drafts, cache = paged.draft(model, streams, following, batch, cache, dict(num_pages))
+    return cache, slots, StepOutput(tokens, logprobs, prompt, every, drafts)
 
 
 def _copy_pages(

@@ -51,7 +51,9 @@ class SamplingBatch(NamedTuple):
     frequency_penalty: jax.Array
     repetition_penalty: jax.Array
     use_bias: jax.Array  # 1 where the slot's bias row counts
-    next_token: jax.Array  # [T] the prompt token that follows each token, for prompt_logprobs
+    next_token: jax.Array  # [T] the token that follows each token, where the host knows it
+    token_row: jax.Array  # [T] row of each token
+    token_is_last: jax.Array  # [T] bool: the last token of its row
     flags: dict[str, jax.Array]  # bool scalars
 
     @staticmethod
@@ -65,8 +67,8 @@ class SamplingBatch(NamedTuple):
             request, p = row.request, row.request.params
             if p.prompt_logprobs is not None and row.start < request.num_prompt_tokens:
                 need["prompt_logprobs"] = True
-                following = request.prompt_token_ids[row.start + 1 : row.end + 1]
-                a["next_token"][token : token + len(following)] = following
+            following = request.token_ids[row.start + 1 : row.end + 1]
+            a["next_token"][token : token + len(following)] = following
             token += row.num_new
             if not row.samples:
                 continue
@@ -99,6 +101,8 @@ class SamplingBatch(NamedTuple):
             seed=jax.lax.bitcast_convert_type(a["seed"], jnp.uint32),
             top_k=a["top_k"],
             next_token=a["next_token"],
+            token_row=a["token_row"],
+            token_is_last=a["row_last"][a["token_row"]] == jnp.arange(a["token_row"].shape[0]),
             flags={name: a["flags"][i] != 0 for i, name in enumerate(FLAGS)},
             **{name: f[name] for name in FLOATS},
         )
@@ -122,9 +126,7 @@ class Logprobs(NamedTuple):
     top: jax.Array  # [..., MAX_LOGPROBS] float32
 
 
-def sample(
-    logits: jax.Array, batch: SamplingBatch, slots: SlotTables
-) -> tuple[jax.Array, Logprobs, SlotTables]:
+def sample(logits: jax.Array, batch: SamplingBatch, slots: SlotTables) -> tuple[jax.Array, Logprobs, SlotTables]:
     """logits [R, V] -> next tokens [R], their log-probabilities (zero unless asked for), the updated tables."""
     num_slots = slots.last_token.shape[0]
     flags = batch.flags

@@ -59,13 +59,11 @@ class Scheduler:
         rows: list[RowPlan] = []
         budget = self.config.max_num_batched_tokens
         preempted = False
-        queue = list(self.running)
-        for i, request in enumerate(queue):
+        for i, request in enumerate(list(self.running)):
             if request.status is not Status.RUNNING:
                 continue  # preempted for an earlier one
-            # every request behind it gets at least its one token
-            others = sum(r.status is Status.RUNNING for r in queue[i + 1 :])
-            num_new = self._num_new(request, budget - others)
+            # Every request behind it gets at least its one token. Only the last are preempted, so it is still number i.
+            num_new = self._num_new(request, budget - (len(self.running) - i - 1))
             if num_new == 0:
                 continue
             while not self.cache.extend(request.request_id, request.num_computed + num_new):
@@ -88,9 +86,11 @@ class Scheduler:
         """Tokens of a running request for this step."""
         if request.num_tokens >= request.max_total_tokens:
             return 0  # the token in flight is its last
-        end = request.num_tokens
-        boundary = self.cache.next_boundary(request.request_id, request.num_computed, request.num_prefill_tokens)
-        end = min(end, boundary)
+        begin = request.num_computed
+        if not self.config.enable_chunked_prefill:
+            begin = max(begin, request.num_prefill_tokens - 1)  # snapshots must not cut it: one at its end
+        boundary = self.cache.next_boundary(request.request_id, begin, request.num_prefill_tokens)
+        end = min(request.num_tokens, boundary)
         return max(0, min(end - request.num_computed, budget, self.cache.spec.max_chunk_tokens))
 
     def _admit(self, rows: list[RowPlan], budget: int) -> None:
@@ -108,9 +108,7 @@ class Scheduler:
                 break
             use_cache = request.params.prompt_logprobs is None  # a hit would leave out the positions asked about
             first = min(remaining, budget, self.cache.spec.max_chunk_tokens)
-            admission = self.cache.admit(
-                request.request_id, request.token_ids, request.cache_salt, use_cache, first
-            )
+            admission = self.cache.admit(request.request_id, request.token_ids, request.cache_salt, use_cache, first)
             if admission is None:
                 break
             self.waiting.popleft()
@@ -168,14 +166,12 @@ class Scheduler:
         return True
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
-        """Ends a request and returns its slot and pages; `keep` leaves its end in the prefix cache for the next turn."""
+        """Ends a request, returns its slot and pages; `keep` leaves its end in the prefix cache for the next turn."""
         if request.status is Status.FINISHED:
             return
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self.cache.release(
-                request.request_id, request.token_ids, request.num_computed, snapshot=keep
-            )
+            self.cache.release(request.request_id, request.token_ids, request.num_computed, snapshot=keep)
         else:
             self.waiting.remove(request)
         request.status, request.slot = Status.FINISHED, -1
@@ -193,5 +189,3 @@ class Scheduler:
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
         self.waiting.appendleft(request)
-
-

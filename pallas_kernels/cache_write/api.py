@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 NOWHERE = 1 << 30  # a slot past every pool, for padding; adding a layer's offset keeps it there and below 2**31
 
@@ -19,6 +20,9 @@ def cache_write(
     if entries.ndim != 2 or entries.shape[1] != pool.shape[2]:
         raise ValueError(f"cache_write: entries {entries.shape} must be [T, {pool.shape[2]}]")
     flat = pool.reshape(-1, pool.shape[2])
+    if slots.shape[0] == 1:
+        # XLA turns a scatter of one row into a slice and an update, and then copies the pool at every layer.
+        slots, entries = jnp.pad(slots, (0, 1), constant_values=NOWHERE), jnp.pad(entries, ((0, 1), (0, 0)))
     index = slots + layer * num_pages * pool.shape[1]
     flat = flat.at[index].set(entries.astype(pool.dtype), mode="drop")
     return flat.reshape(pool.shape)

@@ -24,25 +24,17 @@ class _Sum(NamedTuple):
 def _merge(a: _Sum, b: _Sum) -> _Sum:
     maximum = jnp.maximum(a.maximum, b.maximum)
     scale_a, scale_b = jnp.exp(a.maximum - maximum), jnp.exp(b.maximum - maximum)
-    return _Sum(
-        maximum, a.denominator * scale_a + b.denominator * scale_b, a.total * scale_a + b.total * scale_b
-    )
+    return _Sum(maximum, a.denominator * scale_a + b.denominator * scale_b, a.total * scale_a + b.total * scale_b)
 
 
-def _where(keep: jax.Array, a: _Sum) -> _Sum:
-    """`a` where keep [...], else an empty sum."""
+def _where(keep: jax.Array, a: jax.Array) -> _Sum:
+    """`a` [NP, 3, channels] where keep [NP], else an empty sum."""
     keep = keep[:, None]
-    return _Sum(
-        jnp.where(keep, a.maximum, _EMPTY), jnp.where(keep, a.denominator, 0), jnp.where(keep, a.total, 0)
-    )
+    return _Sum(jnp.where(keep, a[:, 0], _EMPTY), jnp.where(keep, a[:, 1], 0), jnp.where(keep, a[:, 2], 0))
 
 
 def _choose(which: jax.Array, a: _Sum, b: _Sum) -> _Sum:
     return _Sum(*(jnp.where(which[:, None], x, y) for x, y in zip(a, b, strict=True)))
-
-
-def _take(a: _Sum, index: jax.Array) -> _Sum:
-    return _Sum(*(jnp.take(x, index, axis=0, mode="clip") for x in a))
 
 
 def _columns(a: _Sum, start: int, stop: int) -> _Sum:
@@ -60,24 +52,32 @@ def compress(
     overlap: bool,
 ) -> tuple[jax.Array, jax.Array]:
     channels = values.shape[1]
-    before = _Sum(state[:, 0], state[:, 1], state[:, 2])  # of each row
-    partial = _where(row_position % ratio != 0, _columns(before, 0, channels))
-    start = _where(pieces.first, _take(partial, pieces.row))
-    here = _merge(start, _sum_pieces(values, logits, pieces))
-    last = pieces.last_of_row
+    decode = pieces.of_token is None  # then piece i is row i
+    if not decode:
+        state = jnp.take(state, pieces.row, axis=0, mode="clip")
+        row_position = jnp.take(row_position, pieces.row, mode="clip")
+    open_before = pieces.first & (jax.lax.rem(row_position, ratio) != 0)
+    here = _merge(_where(open_before, state[:, :, :channels]), _sum_pieces(values, logits, pieces))
     if not overlap:
-        now = _take(here, last)
-        return here.total / here.denominator, jnp.stack(now, axis=1)
+        now = jnp.stack(here, axis=1)
+        return here.total / here.denominator, _last(now, pieces, decode)
 
     width = channels // 2
     series_a = _columns(here, 0, width)
-    kept = _where(row_position >= ratio, _columns(before, channels, channels + width))
-    previous = _choose(pieces.first, _take(kept, pieces.row), _take(series_a, jnp.arange(-1, here[0].shape[0] - 1)))
+    kept = _where(row_position >= ratio, state[:, :, channels:])
+    if decode:
+        previous = kept
+    else:
+        previous = _choose(pieces.first, kept, _Sum(*(jnp.concatenate([x[:1], x[:-1]]) for x in series_a)))
     entry = _merge(previous, _columns(here, width, channels))
-    closed = jnp.take(pieces.complete, last, mode="clip")
-    overlap_now = _choose(closed, _take(series_a, last), _take(previous, last))
-    now = [jnp.concatenate([c, o], axis=1) for c, o in zip(_take(here, last), overlap_now, strict=True)]
-    return entry.total / entry.denominator, jnp.stack(now, axis=1)
+    overlap_now = _choose(pieces.complete, series_a, previous)
+    now = jnp.concatenate([jnp.stack(here, axis=1), jnp.stack(overlap_now, axis=1)], axis=2)
+    return entry.total / entry.denominator, _last(now, pieces, decode)
+
+
+def _last(state: jax.Array, pieces: Pieces, decode: bool) -> jax.Array:
+    """The state after each row's last piece, of the states [NP, 3, ...] after each piece."""
+    return state if decode else jnp.take(state, pieces.last_of_row, axis=0, mode="clip")
 
 
 def _sum_pieces(values: jax.Array, logits: jax.Array, pieces: Pieces) -> _Sum:

@@ -23,6 +23,4 @@ def hca_attention(
     """A query at position p attends to its window and to entries w < (p + 1) // ratio. Raises ValueError on shapes."""
     check_shapes("hca_attention", q, blocks, window_pages, sink)
     check_shapes("hca_attention", q, blocks, entry_pages, sink)
-    return reference.hca_attention(
-        q, blocks, window_pages, entry_pages, sink, window=window, ratio=ratio, scale=scale
-    )
+    return reference.hca_attention(q, blocks, window_pages, entry_pages, sink, window=window, ratio=ratio, scale=scale)

@@ -32,7 +32,7 @@ def hca_attention(
 def visible_entries(q: jax.Array, blocks: QueryBlocks, ratio: int) -> jax.Array:
     """[NB, B] how many entries each query may use; 0 for padding."""
     offset = jnp.arange(q.shape[1])
-    count = (blocks.position[:, None] + offset + 1) // ratio
+    count = jax.lax.div(blocks.position[:, None] + offset + 1, ratio)
     return jnp.where(offset < blocks.length[:, None], count, 0)
 
 

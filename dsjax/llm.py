@@ -1,0 +1,147 @@
+"""`LLM`: the engine for notebooks and scripts, without a server."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from dsjax.config import EngineConfig, field_paths, override
+from dsjax.engine import Engine
+from dsjax.errors import invalid
+from dsjax.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Completion:
+    """One of the n answers to a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its answers."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    def add(self, event: TokenEvent) -> None:
+        """Takes in one event of the request. Raises the event's error."""
+        if event.error is not None:
+            raise event.error
+        out = self.outputs[event.index]
+        out.text += event.text
+        out.token_ids += event.token_ids
+        out.logprobs += event.logprobs
+        out.finish_reason, out.matched_stop = event.finish_reason, event.matched_stop
+        self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
+
+
+class LLM:
+    """A model ready to generate.
+
+    `LLM("dsjax-nano")` serves the embedded model, `LLM("path/to/checkpoint")` any DeepSeek-V4 checkpoint; other
+    settings are those of EngineConfig by their own names, e.g. `max_num_seqs=32, dtype="bfloat16"`.
+    Raises ConfigError for an unknown setting or a checkpoint that cannot be loaded.
+    """
+
+    def __init__(self, model: str = "dsjax-nano", *, progress: bool = True, **settings: Any):
+        config = EngineConfig(model=model)
+        paths = {path.rpartition(".")[2]: path for path in field_paths(config)}
+        for name, value in settings.items():
+            config = override(config, paths.get(name, name), str(value))
+        self.engine = Engine.from_config(config, progress=progress)
+        self.engine.warm_up(progress)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers prompts (texts or token ids), all in one batch; one output a prompt, in order.
+
+        `params` is one for all or one a prompt. Raises RequestError, for the first prompt that is refused; the
+        others are then dropped.
+        """
+        batch = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
+        each = (
+            [params or SamplingParams()] * len(batch)
+            if params is None or isinstance(params, SamplingParams)
+            else params
+        )
+        if len(each) != len(batch):
+            raise invalid(f"params has {len(each)} entries for {len(batch)} prompts: give one, or one a prompt")
+        waiting = list(zip(batch, each, strict=True))
+        outputs: dict[str, RequestOutput] = {}
+        remaining = sum(p.n for p in each)
+        try:
+            with tqdm(total=remaining, desc="generating", unit="answer", disable=not progress) as bar:
+                while remaining:
+                    while waiting and self._has_room(waiting[0][1].n):
+                        request_id, output = self._add(*waiting.pop(0))
+                        outputs[request_id] = output
+                    for event in self.engine.step():
+                        outputs[event.request_id].add(event)
+                        if event.finished:
+                            remaining -= 1
+                            bar.update()
+        finally:
+            for request_id in outputs:  # after an error; does nothing to those that ended
+                self.engine.cancel(request_id)
+        return list(outputs.values())
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
+        """Answers one prompt, event by event; `event.text` joined is the answer. Raises RequestError."""
+        params = params or SamplingParams()
+        request_id, _ = self._add(prompt, params)
+        remaining = params.n
+        try:
+            while remaining:
+                for event in self.engine.step():
+                    if event.request_id == request_id:
+                        if event.error is not None:
+                            raise event.error
+                        remaining -= event.finished
+                        yield event
+        finally:
+            self.engine.cancel(request_id)
+
+    def _has_room(self, n: int) -> bool:
+        limit = self.engine.config.scheduler.max_num_waiting
+        return self.engine.stats().num_waiting + n <= limit or not self.engine.has_work()
+
+    def _add(self, prompt: Prompt, params: SamplingParams) -> tuple[str, RequestOutput]:
+        request_id = f"llm-{next(self._ids)}"
+        text = prompt if isinstance(prompt, str) else None
+        ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.engine.add(Request(request_id=request_id, prompt_token_ids=ids, params=params))
+        outputs = [Completion(index=i) for i in range(params.n)]
+        return request_id, RequestOutput(prompt=text, prompt_token_ids=ids, outputs=outputs)
+
+    def _encode(self, text: str) -> list[int]:
+        if self.engine.tokenizer is None:
+            raise invalid("the prompt is text and this model has no tokenizer: give token ids")
+        return self.engine.tokenizer.encode(text)
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
