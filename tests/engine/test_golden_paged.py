@@ -35,7 +35,7 @@ def _marked(folder: Path):
     return pytest.param(folder, id=folder.name, marks=() if folder.name in QUICK else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("folder", map(_marked, sets()))
+@pytest.mark.parametrize("folder", [_marked(f) for f in sets()])
 def test_every_mode(folder):
     results = list(verify(folder, PAGED_MODES))
     assert len(results) == len(PAGED_MODES) * len(read_golden(folder))
@@ -48,7 +48,7 @@ def _cached_runner(folder: Path) -> tuple[RecordingRunner, ModelConfig, int]:
     config = ModelConfig.from_dir(folder)
     longest = max(len(p.ids) + len(p.greedy_ids) for p in read_golden(folder))
     runner, max_model_len = recording_runner(
-        folder, config, longest, enable_prefix_caching=True, prefix_unit_tokens=8, num_snapshots=48
+        folder, config, longest, enable_prefix_caching=True, prefix_unit_tokens=8, num_snapshots=256
     )
     return runner, config, max_model_len
 
@@ -92,35 +92,40 @@ def _check(prompts: dict[str, Golden]) -> None:
 
 @pytest.mark.parametrize("folder", [f for f in sets() if f.name in ("g4_mixed", "g6_ragged")], ids=lambda f: f.name)
 def test_preempted_at_each_of_16_successive_decode_steps(folder):
-    prompts = {str(p.index): p for p in read_golden(folder)[-3:]}
-    engine = _engine(folder, prompts)
+    """16 steps cover every phase of CSA's windows, with and without a token in flight."""
+    for num_tokens in range(1, 17):
+        prompts = {str(p.index): p for p in read_golden(folder)[-3:]}
+        engine = _engine(folder, prompts)
+        for name, prompt in prompts.items():
+            engine.add(_request(name, prompt, max_tokens=24))
+
+        def preempt(name: str, engine=engine, prompts=prompts, num_tokens=num_tokens) -> None:
+            request = next((r for r in engine.scheduler.running if r.parent_id == name), None)
+            if request is not None and len(prompts[name].greedy) == num_tokens:
+                engine.scheduler._preempt(request)
+
+        _collect(engine, prompts, preempt)
+        assert engine.stats().num_preemptions == len(prompts)
+        assert all(len(prompt.greedy) == 24 for prompt in prompts.values())
+        _check(prompts)
+
+
+def _add_all(engine: Engine, prompts: dict[str, Golden], salt: str) -> None:
     for name, prompt in prompts.items():
-        engine.add(_request(name, prompt, max_tokens=24))
-    times = dict.fromkeys(prompts, 0)
-
-    def preempt(name: str) -> None:
-        request = next((r for r in engine.scheduler.running if r.parent_id == name), None)
-        if request is not None and times[name] < 16:
-            engine.scheduler._preempt(request)
-            times[name] += 1
-
-    _collect(engine, prompts, preempt)
-    assert times == dict.fromkeys(prompts, 16)
-    _check(prompts)
+        engine.add(_request(name, prompt, max_tokens=12, salt=salt))
 
 
 @pytest.mark.parametrize("folder", [f for f in sets() if f.name in ("g4_mixed", "g6_ragged")], ids=lambda f: f.name)
 def test_prefix_hits_give_the_same_logits(folder):
-    """Every prompt twice, other traffic between, then cut one unit short and one token past: all equal the golden."""
+    """Every prompt twice, then its next turn, then for another tenant: hits where they must be, and equal logits."""
     golden = read_golden(folder)[-4:]
     first = {f"first-{p.index}": dataclasses.replace(p, greedy=[]) for p in golden}
     again = {f"again-{p.index}": dataclasses.replace(p, greedy=[]) for p in golden}
     salted = {f"salted-{p.index}": dataclasses.replace(p, greedy=[]) for p in golden}
     prompts = {**first, **again, **salted}
     engine = _engine(folder, prompts)
-    for group, salt in ((first, ""), (again, ""), (salted, "other tenant")):
-        for name, prompt in group.items():
-            engine.add(_request(name, prompt, max_tokens=12, salt=salt))
+    for group, salt in ((first, ""), (again, "")):
+        _add_all(engine, group, salt)
         cached = _collect(engine, prompts)
         for name, prompt in group.items():
             if group is again:
@@ -144,6 +149,9 @@ def test_prefix_hits_give_the_same_logits(folder):
     prompts.update(turns)
     cached = _collect(engine, prompts)
     assert all(cached[name] >= len(p.ids) - 8 for name, p in turns.items()), cached
+    _add_all(engine, salted, "other tenant")
+    cached = _collect(engine, prompts)
+    assert [cached[name] for name in salted] == [0] * len(salted)
     _check(prompts)
 
 
