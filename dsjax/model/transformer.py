@@ -115,6 +115,7 @@ class Transformer(nnx.Module):
             x = block(x, token_ids, lambda h, b=block, t=table, p=inner: b.attn.full(h, t, p), None, inner)
         return x
 
+    @jax.default_matmul_precision("highest")
     def __call__(self, token_ids: jax.Array, tap: Tap | None = None) -> jax.Array:
         """Whole-sequence, differentiable forward: [S_len] or [B, S_len] ids -> logits [..., V] float32."""
         if token_ids.ndim == 2:

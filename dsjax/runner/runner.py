@@ -192,6 +192,7 @@ class Runner:
 KEEP = -1  # in uploaded counts: leave the device's count, which is ahead of the host's
 
 
+@jax.default_matmul_precision("highest")  # see model/param.py
 def _step(
     graph: nnx.GraphDef,
     config: ModelConfig,

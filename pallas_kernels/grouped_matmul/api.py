@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_matmul import xla
 
 
+MAX_SINGLE_ROWS = 8  # more rows than this share tiles; released models route a token to 6 experts
+
+
 class Tiles(NamedTuple):
     """Rows laid out group after group, each group padded to whole tiles of `tile_rows` rows.
 
@@ -65,7 +68,9 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, tiles: Tiles) -> jax.Array:
 def _tile_rows(num_assignments: int, num_groups: int) -> int:
     """Rows a tile: few at decode, where weights are what is read; more at prefill, for the matmul's efficiency.
 
-    Measured on two Zen 4 cores: 1 row a tile is best up to about one assignment a group, 8 to about 16, then 32.
+    Measured on two Zen 4 cores: 1 row a tile is best for one token's few assignments, 8 rows up to about 16
+    assignments a group, then 32.
     """
-    per_group = num_assignments / num_groups
-    return 1 if per_group <= 1 else 8 if per_group <= 16 else 32
+    if num_assignments <= MAX_SINGLE_ROWS:
+        return 1
+    return 8 if num_assignments <= 16 * num_groups else 32
