@@ -37,15 +37,19 @@ class Bucket:
 
 
 class Buckets:
-    """The grid: decode steps by their rows, other steps by tokens and by few or many rows."""
+    """The grid: decode steps by their rows, other steps by tokens and, where there can be many rows, by few or many.
+
+    Each bucket is a program that takes seconds to compile, so the grid is coarse: a step's work follows its tokens
+    where it matters (experts, attention), and padding costs the rest little.
+    """
 
     def __init__(self, config: SchedulerConfig, min_rows: int = 1):
         """`min_rows` > 1 where a one-row matmul is slow: bfloat16 on XLA's CPU takes a scalar path."""
-        self.decode = [Bucket(rows, rows, 1) for rows in _ladder(min_rows, max(config.max_num_seqs, min_rows), 2)]
+        self.decode = [Bucket(rows, rows, 1) for rows in _ladder(min_rows, max(config.max_num_seqs, min_rows), 4)]
         self.mixed = sorted(
             Bucket(tokens, rows, min(BLOCK_QUERIES, tokens))
             for tokens in _ladder(min(16, config.max_num_batched_tokens), config.max_num_batched_tokens, 4)
-            for rows in {min(8, config.max_num_seqs, tokens), min(config.max_num_seqs, tokens)}
+            for rows in {min(rows, tokens) for rows in _few_or_many(config.max_num_seqs)}
         )
 
     def __iter__(self):
@@ -60,6 +64,11 @@ class Buckets:
             return next(b for b in self.decode if b.num_rows >= len(num_new))
         total = sum(num_new)
         return next(b for b in self.mixed if b.num_tokens >= total and b.num_rows >= len(num_new))
+
+
+def _few_or_many(max_num_seqs: int) -> tuple[int, ...]:
+    """A step of one long prompt should not pay for a head over many padded rows."""
+    return (8, max_num_seqs) if max_num_seqs > 16 else (max_num_seqs,)
 
 
 def _ladder(low: int, high: int, factor: int) -> list[int]:
