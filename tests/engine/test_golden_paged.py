@@ -192,7 +192,7 @@ def test_inner_tensors(folder):
     @jax.jit
     def run(state, cache, ints, floats):
         model, taps = nnx.merge(graph, state), {}
-        batch, sampler = unpack(layout, ints, floats, np.zeros(2, np.int32))
+        batch, _ = unpack(layout, ints, floats, np.zeros(2, np.int32))
         streams, _ = paged.forward(model, batch, cache, num_pages, taps.__setitem__)
         model.logits(streams, taps.__setitem__)
         taps["embed"] = model.embed(batch.token_ids)

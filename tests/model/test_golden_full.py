@@ -98,6 +98,7 @@ def test_batched_forward_equals_single():
     model = Transformer(config, nnx.Rngs(0))
     ids = jax.random.randint(jax.random.key(1), (2, 40), 0, config.vocab_size)
     np.testing.assert_allclose(model(ids)[1], model(ids[1]), atol=1e-4)
+
     @nnx.grad
     def gradient(model):
         return jax.nn.logsumexp(model(ids[0])).sum()

@@ -1,0 +1,55 @@
+"""The tile plan and the grouped matmul against a plain loop over assignments."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul import group_tiles, grouped_matmul, reference
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "k", "groups", "used"),
+    [(1, 2, 6, 1), (1, 6, 16, 1), (8, 4, 16, 5), (40, 2, 6, 40), (300, 4, 16, 290), (16, 2, 4, 0)],
+)
+@pytest.mark.parametrize("one_group", [False, True])
+def test_every_assignment_gets_its_groups_product(num_tokens, k, groups, used, one_group):
+    rng = np.random.default_rng(0)
+    chosen = np.stack([rng.permutation(groups)[:k] for _ in range(num_tokens)]).astype(np.int32)
+    if one_group:  # all tokens on the same experts, all others empty
+        chosen[:] = chosen[0]
+    x = rng.normal(size=(num_tokens, 32)).astype(np.float32)
+    weights = rng.normal(size=(groups, 32, 24)).astype(np.float32)
+
+    @jax.jit
+    def run(x, chosen, used, weights):
+        tiles = group_tiles(chosen, used, groups)
+        rows = jnp.take(x, tiles.source // k, axis=0, mode="fill", fill_value=0)
+        out = grouped_matmul(rows, weights, tiles)
+        got = jnp.take(out, tiles.destination, axis=0, mode="fill", fill_value=0)
+        return out, reference.grouped_matmul(rows, weights, tiles.group, tiles.num_tiles), got
+
+    out, expected, got = run(x, chosen, jnp.int32(used), weights)
+    np.testing.assert_allclose(out, expected, atol=1e-4)
+    got = np.asarray(got).reshape(num_tokens, k, -1)
+    want = np.einsum("td,tkdf->tkf", x, weights[chosen])
+    want[used:] = 0
+    np.testing.assert_allclose(got, want, atol=1e-4)  # sums of 32 products in another order
+
+
+def test_work_is_proportional_to_the_tokens_in_use():
+    chosen = jnp.zeros((256, 2), jnp.int32).at[:, 1].set(1)
+    assert int(group_tiles(chosen, jnp.int32(256), 4).num_tiles) == 2 * 256 // group_tiles(chosen, 0, 4).tile_rows
+    assert int(group_tiles(chosen, jnp.int32(1), 4).num_tiles) == 2
+    assert int(group_tiles(chosen, jnp.int32(0), 4).num_tiles) == 0
+
+
+def test_shapes_are_checked():
+    tiles = group_tiles(jnp.zeros((4, 2), jnp.int32), jnp.int32(4), 2)
+    rows = tiles.source.shape[0]
+    with pytest.raises(ValueError, match="must have the plan's"):
+        grouped_matmul(jnp.zeros((rows + 1, 8)), jnp.zeros((2, 8, 4)), tiles)
+    with pytest.raises(ValueError, match="do not fit x"):
+        grouped_matmul(jnp.zeros((rows, 8)), jnp.zeros((2, 9, 4)), tiles)
