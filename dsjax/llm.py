@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -82,7 +82,7 @@ class LLM:
         `params` is one for all or one a prompt. Raises RequestError, for the first prompt that is refused; the
         others are then dropped.
         """
-        batch = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
+        batch = cast(list[Prompt], [prompts] if _is_single(prompts) else list(prompts))
         each = (
             [params or SamplingParams()] * len(batch)
             if params is None or isinstance(params, SamplingParams)

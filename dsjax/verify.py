@@ -188,6 +188,9 @@ class RecordingRunner:
     def read(self, sent: tuple[list[tuple[str, int, int]], StepOutput]) -> StepOutput:
         rows, output = sent
         output = self.runner.read(output)
+        assert output.logits is not None
+        logits = np.asarray(output.logits)
+        drafts = None if output.draft_logits is None else np.asarray(output.draft_logits)
         token = 0
         for request_id, start, num_new in rows:
             prompt = self.prompts[request_id]
@@ -195,8 +198,8 @@ class RecordingRunner:
                 # beyond a wrong token the recorded logits are of another text
                 drawn = prompt.greedy[: max(0, start + i + 1 - len(prompt.ids))]
                 if drawn == prompt.greedy_ids[: len(drawn)].tolist():
-                    draft = None if output.draft_logits is None else output.draft_logits[token + i]
-                    prompt.compare(start + i, output.logits[token + i], draft)
+                    draft = None if drafts is None else drafts[token + i]
+                    prompt.compare(start + i, logits[token + i], draft)
             token += num_new
         return output
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,13 +17,13 @@ from dsjax.model.param import Linear
 class MTP(nnx.Module):
     """Joins streams and the next token's embedding, runs a sliding block; embedding and head are shared."""
 
-    def __init__(self, config: ModelConfig, block: nnx.Module, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, block: Any, rngs: nnx.Rngs, dtype: jnp.dtype):
         d, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(d, eps)
         self.hnorm = RMSNorm(d, eps)
         self.e_proj = Linear(rngs, (d, d), ("embed", None), dtype)
         self.h_proj = Linear(rngs, (d, d), ("embed", None), dtype)
-        self.block = block
+        self.block = block  # a transformer.Block; the transformer builds it, since it imports this module
         self.hc_head = HyperHead(config, rngs)
         self.norm = RMSNorm(d, eps)
 

@@ -45,7 +45,7 @@ def forward(
         streams = model.embed.as_streams(batch.token_ids)
         tables = model.tables(batch.positions)
     nth = dict.fromkeys(LayerKind, 0)  # how many layers of each kind came before
-    for layer, block in enumerate(model.layers):
+    for layer, block in enumerate(model.blocks()):
         inner = None if tap is None else lambda name, value, layer=layer: tap(f"L{layer}.{name}", value)
         step = _LayerStep(batch, cache, num_pages, layer, nth[block.kind], inner)
         with jax.named_scope(f"layer{layer}"):

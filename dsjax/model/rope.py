@@ -36,7 +36,7 @@ def frequencies(config: ModelConfig, kind: LayerKind) -> np.ndarray:
     return (freq / yarn.factor * (1 - keep) + freq * keep).astype(np.float32)
 
 
-def cos_sin(freq: np.ndarray, positions: jax.Array) -> CosSin:
+def cos_sin(freq: np.ndarray | jax.Array, positions: jax.Array) -> CosSin:
     """Tables for integer positions [...]: two arrays [..., r/2]."""
     angle = positions.astype(jnp.float32)[..., None] * freq
     return jnp.cos(angle), jnp.sin(angle)

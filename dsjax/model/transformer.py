@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -89,9 +90,14 @@ class Transformer(nnx.Module):
             self.mtp = MTP(config, Block(config, LayerKind.SLIDING, False, rngs, dtype), rngs, dtype)
         self.config = config
 
+    def blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.layers))
+
     def tables(self, positions: jax.Array) -> dict[LayerKind, CosSin]:
         """cos/sin of the rotary embedding at positions [T], for each kind of layer the model has."""
-        kinds = {LayerKind.SLIDING, *self.config.layer_kinds}  # the MTP block is a sliding layer
+        # The MTP block is a sliding layer. Not a set: its order would change from process to process, and with it the
+        # program, which then would not be found in the persistent compile cache.
+        kinds = dict.fromkeys((LayerKind.SLIDING, *self.config.layer_kinds))
         return {kind: cos_sin(frequencies(self.config, kind), positions) for kind in kinds}
 
     def logits(self, streams: jax.Array, tap: Tap | None = None) -> jax.Array:
@@ -109,7 +115,7 @@ class Transformer(nnx.Module):
         x = self.embed.as_streams(token_ids)
         if tap is not None:
             tap("embed", x[0])
-        for i, block in enumerate(self.layers):
+        for i, block in enumerate(self.blocks()):
             inner = None if tap is None else lambda name, value, i=i: tap(f"L{i}.{name}", value)
             table = tables[block.kind]
             x = block(x, token_ids, lambda h, b=block, t=table, p=inner: b.attn.full(h, t, p), None, inner)

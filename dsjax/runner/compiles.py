@@ -15,7 +15,7 @@ class CompileCounter:
         self._at_warm_up: int | None = None
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _EVENT:
             self.total += 1
 
