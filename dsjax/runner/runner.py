@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
 import jax
@@ -27,6 +29,9 @@ from dsjax.scheduler.plan import StepPlan
 from pallas_kernels.cache_write import NOWHERE
 
 log = logging.getLogger("dsjax")
+
+_SET_SLOT = "set a slot's sampling tables"
+_Program = Bucket | int | str  # a step's bucket, a number of pages to copy, or _SET_SLOT
 
 
 class StepOutput(NamedTuple):
@@ -67,9 +72,7 @@ class Runner:
         self.cache = CacheState.create(spec, config, cache_dtype or dtype, fill)
         self.slots = SlotTables.create(spec.num_slots, config.vocab_size)
         self._layouts = {bucket: Layout(bucket, spec) for bucket in self.buckets}
-        self._steps: dict[Bucket, jax.stages.Compiled] = {}
-        self._copies: dict[int, jax.stages.Compiled] = {}
-        self._set_slot: jax.stages.Compiled | None = None
+        self._programs: dict[_Program, jax.stages.Compiled] = {}
         self._warm = False
 
     # --- compiling -----------------------------------------------------------------------------
@@ -80,63 +83,49 @@ class Runner:
         return 4, max(8, 3 * self.spec.num_slots)
 
     def warm_up(self, progress: bool = False) -> None:
-        """Compiles everything a step can need. Afterwards nothing compiles."""
+        """Compiles everything a step can need, one program a core at a time; nothing compiles later."""
         start = time.monotonic()
-        with tqdm(total=len(self.buckets) + 3, desc="compiling", unit="program", disable=not progress) as bar:
-            for bucket in self.buckets:
-                bar.set_postfix_str(f"{bucket.num_tokens} tokens, {bucket.num_rows} rows")
-                self._step(bucket)
+        keys: list[_Program] = [*self.buckets, *self.copy_sizes, _SET_SLOT]
+        with (
+            tqdm(total=len(keys), desc="compiling", unit="program", disable=not progress) as bar,
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+        ):
+            compiling = {pool.submit(self._lower(key).compile): key for key in keys if key not in self._programs}
+            bar.update(len(keys) - len(compiling))
+            for done in as_completed(compiling):
+                self._programs[compiling[done]] = done.result()
                 bar.update()
-            for size in self.copy_sizes:
-                self._copy(size)
-                bar.update()
-            self._slot_setter()
-            bar.update()
         self._warm = True
         COMPILES.mark_warm()
         log.info("warm after %.1f s: %d step shapes", time.monotonic() - start, len(self.buckets))
 
-    def _check_compile(self, what: str) -> None:
-        if self._warm and self.fail_on_recompile:
-            raise RuntimeError(f"fail_on_recompile: {what} is not among the programs compiled at warm-up")
+    def _program(self, key: _Program) -> jax.stages.Compiled:
+        if key not in self._programs:
+            if self._warm and self.fail_on_recompile:
+                raise RuntimeError(f"fail_on_recompile: {key} is not among the programs compiled at warm-up")
+            self._programs[key] = self._lower(key).compile()
+        return self._programs[key]
 
-    def _step(self, bucket: Bucket) -> jax.stages.Compiled:
-        if bucket not in self._steps:
-            self._check_compile(f"{bucket}")
-            layout = self._layouts[bucket]
-            function = functools.partial(
-                _step, self.graph, self.config, layout, tuple(self.num_pages.items()), self.all_logits
-            )
+    def _lower(self, key: _Program) -> jax.stages.Lowered:
+        pages = tuple(self.num_pages.items())
+        if isinstance(key, Bucket):
+            layout = self._layouts[key]
+            function = functools.partial(_step, self.graph, self.config, layout, pages, self.all_logits)
             ints = jax.ShapeDtypeStruct((layout.num_ints,), jnp.int32)
             floats = jax.ShapeDtypeStruct((layout.num_floats,), jnp.float32)
-            jitted = jax.jit(function, donate_argnums=(1, 2))
-            self._steps[bucket] = jitted.lower(self.params, self.cache, self.slots, ints, floats).compile()
-        return self._steps[bucket]
-
-    def _copy(self, size: int) -> jax.stages.Compiled:
-        if size not in self._copies:
-            self._check_compile(f"copying {size} pages")
+            return jax.jit(function, donate_argnums=(1, 2)).lower(self.params, self.cache, self.slots, ints, floats)
+        if isinstance(key, int):
             kinds = (*self.spec.pool_kinds, EntryKind.STATE)
-            pairs = {kind: jax.ShapeDtypeStruct((2, size), jnp.int32) for kind in kinds}
-            function = functools.partial(_copy_pages, tuple(self.num_pages.items()), self.spec.num_state_slots)
-            self._copies[size] = jax.jit(function, donate_argnums=(0,)).lower(self.cache, pairs).compile()
-        return self._copies[size]
-
-    def _slot_setter(self) -> jax.stages.Compiled:
-        if self._set_slot is None:
-            self._check_compile("setting a slot's sampling tables")
-            vocab = self.config.vocab_size
-            self._set_slot = (
-                jax.jit(_write_slot, donate_argnums=(0,))
-                .lower(
-                    self.slots,
-                    jax.ShapeDtypeStruct((), jnp.int32),
-                    jax.ShapeDtypeStruct((vocab,), jnp.int32),
-                    jax.ShapeDtypeStruct((vocab,), jnp.float32),
-                )
-                .compile()
-            )
-        return self._set_slot
+            pairs = {kind: jax.ShapeDtypeStruct((2, key), jnp.int32) for kind in kinds}
+            function = functools.partial(_copy_pages, pages, self.spec.num_state_slots)
+            return jax.jit(function, donate_argnums=(0,)).lower(self.cache, pairs)
+        vocab = self.config.vocab_size
+        return jax.jit(_write_slot, donate_argnums=(0,)).lower(
+            self.slots,
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.ShapeDtypeStruct((vocab,), jnp.int32),
+            jax.ShapeDtypeStruct((vocab,), jnp.float32),
+        )
 
     # --- running -------------------------------------------------------------------------------
 
@@ -147,7 +136,9 @@ class Runner:
             self._prepare_slot(row)
         bucket = self.buckets.choose([row.num_new for row in plan.rows])
         host: HostBatch = pack(self._layouts[bucket], plan)
-        self.cache, self.slots, output = self._step(bucket)(self.params, self.cache, self.slots, host.ints, host.floats)
+        self.cache, self.slots, output = self._program(bucket)(
+            self.params, self.cache, self.slots, host.ints, host.floats
+        )
         return output
 
     def read(self, output: StepOutput) -> StepOutput:
@@ -165,13 +156,14 @@ class Runner:
         pairs = {kind: np.full((2, size), NOWHERE, np.int32) for kind in by_kind}
         for kind, some in by_kind.items():
             pairs[kind][:, : len(some)] = [[c.src for c in some], [c.dst for c in some]]
-        self.cache = self._copy(size)(self.cache, pairs)
+        self.cache = self._program(size)(self.cache, pairs)
 
     def _prepare_slot(self, row) -> None:
         """Uploads a request's token counts and logit bias when it takes a slot, or when its min_tokens are reached."""
         request, params = row.request, row.request.params
         penalties, bias = sampling.has_penalties(params), sampling.has_bias(params)
-        drawn = row.end - request.num_prompt_tokens  # output tokens before the one this step draws
+        # Output tokens before the one drawn next: a stay begins with all that are known, in one chunk or several.
+        drawn = request.num_output_tokens if row.first_of_stay else row.end - request.num_prompt_tokens
         released = row.samples and params.min_tokens > 0 and drawn == params.min_tokens
         if not ((row.first_of_stay and (penalties or bias)) or released):
             return
@@ -186,7 +178,7 @@ class Runner:
             values[token] = value
         if drawn < params.min_tokens:
             values[list(request.stop_ids)] = -np.inf
-        self.slots = self._slot_setter()(self.slots, np.int32(row.cache.slot), counts, values)
+        self.slots = self._program(_SET_SLOT)(self.slots, np.int32(row.cache.slot), counts, values)
 
 
 KEEP = -1  # in uploaded counts: leave the device's count, which is ahead of the host's
