@@ -6,4 +6,5 @@ cd "$(dirname "$0")"
 source scripts/venv.sh
 venv=${VENV:-.venv}
 make_venv "$venv" "[test]"
-exec "$venv/bin/python" -m pytest "$@"
+# Two workers: compiling, which is most of the time, uses one core. A file stays on one worker, which keeps its models.
+exec "$venv/bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile "$@"

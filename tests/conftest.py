@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def pytest_configure(config) -> None:
-    """Compiled programs are kept between tests and runs: compiling is most of the suite's time."""
+    """Compiled programs are kept between tests and runs: compiling is most of the suite's time.
+
+    A folder a worker of pytest-xdist, since JAX does not write the cache's files atomically.
+    """
     import jax
 
-    folder = os.environ.get("DSJAX_TEST_COMPILE_CACHE") or str(config.cache.mkdir("xla"))
-    jax.config.update("jax_compilation_cache_dir", folder)
+    base = os.environ.get("DSJAX_TEST_COMPILE_CACHE") or str(config.cache.mkdir("xla"))
+    folder = Path(base) / os.environ.get("PYTEST_XDIST_WORKER", "main")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
