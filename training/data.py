@@ -35,17 +35,20 @@ class Rows:
         return np.bincount(np.concatenate(self._documents), minlength=vocab_size)
 
     def batches(self, batch_tokens: int, length: int, start: int) -> Iterator[np.ndarray]:
-        """Endless [batch_tokens // length, length + 2] int32 batches from input token `start` of all epochs on."""
+        """Endless [batch_tokens // length, length + 2] int32 batches from input token `start` of all epochs on.
+
+        A batch's rows come from anywhere in the epoch: neighbours in a book would make its gradient a chapter's.
+        """
         epoch, offset = divmod(start, self.num_tokens)
-        pool = np.zeros(0, np.int32)
+        at, num_rows = offset // length, batch_tokens // length
         while True:
-            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._documents))
-            pool = np.concatenate([pool, np.concatenate([self._documents[i] for i in order])[offset:]])
-            epoch, offset = epoch + 1, 0
-            num_rows = batch_tokens // length
-            while len(pool) >= batch_tokens + LOOKAHEAD:
-                yield np.stack([pool[r * length : (r + 1) * length + LOOKAHEAD] for r in range(num_rows)])
-                pool = pool[batch_tokens:]
+            rng = np.random.default_rng((self._seed, epoch))
+            stream = np.concatenate([self._documents[i] for i in rng.permutation(len(self._documents))])
+            begins = rng.permutation((len(stream) - LOOKAHEAD) // length) * length
+            while at + num_rows <= len(begins):
+                yield np.stack([stream[b : b + length + LOOKAHEAD] for b in begins[at : at + num_rows]])
+                at += num_rows
+            epoch, at = epoch + 1, 0
 
 
 def _encode(tokenizer: Tokenizer, documents: list[corpus.Document]):
