@@ -126,7 +126,7 @@ class Engine:
             )
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            stop_ids |= frozenset(self.model_config.eos_token_ids)
+            stop_ids |= frozenset(i for i in self.model_config.eos_token_ids if i < vocab)  # a tokenizer may have more
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         sequences: list[_Sequence] = []
         for index in range(params.n):

@@ -1,5 +1,6 @@
 """What `add`, `cancel`, deadlines, limits and stops do, on a runner whose next token is the last one + 1."""
 
+import re
 import time
 
 import pytest
@@ -46,13 +47,11 @@ def text_of(events, index=0):
 def test_what_cannot_be_served_is_refused_with_the_reason(prompt, params, message):
     code, text = refused(fake_engine(max_model_len=MAX), request("a", prompt, **params))
     assert code is ErrorCode.INVALID_ARGUMENT
-    import re
-
     assert re.search(message, text), text
 
 
 def test_min_tokens_over_max_tokens_is_refused():
-    with pytest.raises(RequestError, match="min_tokens=5.*max_tokens=4"):
+    with pytest.raises(RequestError, match=r"min_tokens=5.*max_tokens=4"):
         request("a", [1], min_tokens=5, max_tokens=4)
     with pytest.raises(RequestError, match="max_tokens=0"):
         request("a", [1], max_tokens=0)

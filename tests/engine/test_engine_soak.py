@@ -1,4 +1,4 @@
-"""Thousands of random requests: nothing leaks, no answer is another's, and the numbers add up (faults 15, 17, 18, 35)."""
+"""Thousands of random requests: nothing leaks, no answer is another's, the numbers add up (faults 15, 17, 18, 35)."""
 
 from __future__ import annotations
 

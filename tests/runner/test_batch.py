@@ -57,10 +57,8 @@ def packed(bucket, *rows):
 
 
 def test_a_chunk_and_a_decode_row():
-    chunk = row(
-        "chunk", 3, range(100, 120), 6, 11, {EntryKind.WINDOW: {0: 5, 1: 9}, EntryKind.CSA: {0: 2}, EntryKind.HCA: {0: 4}},
-        temperature=0,
-    )  # fmt: skip
+    pages = {EntryKind.WINDOW: {0: 5, 1: 9}, EntryKind.CSA: {0: 2}, EntryKind.HCA: {0: 4}}
+    chunk = row("chunk", 3, range(100, 120), 6, 11, pages, temperature=0)
     decode = row(
         "decode", 1, range(30, 45), 15, 16, {EntryKind.WINDOW: {1: 7}, EntryKind.CSA: {0: 3}, EntryKind.HCA: {0: 6}},
         num_pending=1, num_prompt=10, temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1, presence_penalty=1.0, seed=5,
