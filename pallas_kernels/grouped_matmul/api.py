@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import xla
 
-
 MAX_SINGLE_ROWS = 8  # more rows than this share tiles; released models route a token to 6 experts
 
 
