@@ -1,0 +1,196 @@
+"""A random model of a few thousand weights on a real runner, shared by all tests of a session: compiling is what costs.
+
+Pools are filled with NaN for every engine, so that a read of something unwritten shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from configs.models import MODELS
+from dsjax.cache.spec import CacheSpec, EntryKind
+from dsjax.cache.state import CacheState
+from dsjax.config import CacheConfig, EngineConfig, LayerKind, ModelConfig, SchedulerConfig
+from dsjax.engine import Engine
+from dsjax.model.build import abstract, assemble
+from dsjax.runner.batch import Layout
+from dsjax.runner.buckets import Bucket
+from dsjax.runner.runner import Runner, StepOutput
+from dsjax.runner.sampling import SlotTables
+from dsjax.scheduler.plan import StepPlan
+from tests.fakes import SMALL_CACHE, drain, request, small_spec, tokens_of
+
+MAX_MODEL_LEN, MAX_SEQS, MAX_TOKENS = 128, 64, 64
+# Fewer shapes than the grid, so that little is compiled; rows are padded by none to 62 all the same.
+DECODE = [Bucket(1, 1, 1), Bucket(8, 8, 1), Bucket(64, 64, 1)]
+MIXED = [Bucket(64, 64, 16)]
+
+
+@functools.cache
+def tiny_config() -> ModelConfig:
+    """A layer of each kind; window 8, CSA 4, HCA 8, top-k 2."""
+    kinds = (LayerKind.SLIDING, LayerKind.CSA, LayerKind.HCA)
+    return dataclasses.replace(MODELS["tiny-mixed"](), layer_kinds=kinds, num_nextn_predict_layers=0)
+
+
+@functools.cache
+def tiny_weights() -> tuple[nnx.GraphDef, nnx.State]:
+    """Random weights that spread the logits: greedy answers differ between prompts and do not repeat one token."""
+    config, rng = tiny_config(), np.random.default_rng(0)
+    _, shapes = abstract(config, jnp.dtype("float32"), with_mtp=False)
+    params: dict[str, np.ndarray] = {}
+    for path, leaf in nnx.to_flat_state(shapes):
+        name, shape = ".".join(map(str, path)), leaf.shape
+        if name.endswith("tid2eid"):
+            params[name] = rng.permuted(np.tile(np.arange(config.n_routed_experts), (shape[0], 1)), axis=1)[
+                :, : shape[1]
+            ]
+        elif name.endswith("norm.scale"):
+            params[name] = rng.uniform(0.5, 1.5, shape)
+        else:
+            fan_in = shape[-2] if len(shape) > 1 and "embedding" not in name else 1
+            params[name] = rng.normal(0, 2 / math.sqrt(fan_in), shape)
+    return assemble(config, params, jnp.dtype("float32"), with_mtp=False)
+
+
+def new_runner() -> Runner:
+    """A runner with nothing compiled."""
+    graph, params = tiny_weights()
+    config = tiny_config()
+    scheduler = SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS)
+    spec = CacheSpec.of(config, CacheConfig(**{**SMALL_CACHE, "num_snapshots": 64}), scheduler, MAX_MODEL_LEN, 4)
+    runner = Runner(
+        config=config,
+        graph=graph,
+        params=params,
+        spec=spec,
+        scheduler=scheduler,
+        dtype=jnp.dtype("float32"),
+        all_logits=True,
+        fail_on_recompile=True,
+        fill=math.nan,
+    )
+    runner.buckets.decode, runner.buckets.mixed = DECODE, MIXED
+    runner._layouts = {bucket: Layout(bucket, spec) for bucket in runner.buckets}
+    return runner
+
+
+@functools.cache
+def tiny_runner() -> Runner:
+    """The one runner, warm."""
+    runner = new_runner()
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    jax.config.update("jax_compilation_cache_dir", _cache_dir())
+    try:
+        runner.warm_up()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    return runner
+
+
+def _cache_dir() -> str:
+    """Where compiled steps are kept from one test run to the next."""
+    named = os.environ.get("DSJAX_TEST_COMPILE_CACHE")
+    folder = Path(named) if named else Path(__file__).parent.parent / ".pytest_cache" / "dsjax-xla"
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)
+
+
+class TinyRunner:
+    """The shared runner with a cache of its own size. `logits` keeps those of every request by position."""
+
+    def __init__(self, spec: CacheSpec):
+        self.runner, self.spec = tiny_runner(), spec
+        whole = self.runner.spec
+        assert spec.num_state_slots <= whole.num_state_slots
+        for kind, k in spec.kinds.items():
+            assert (k.table_width, k.entries_per_page) == (
+                whole.kinds[kind].table_width,
+                whole.kinds[kind].entries_per_page,
+            )
+            assert k.num_pages <= whole.kinds[kind].num_pages
+        self.cache = CacheState.create(whole, self.runner.config, jnp.dtype("float32"), math.nan)
+        shapes = SlotTables.create(whole.num_slots, self.runner.config.vocab_size)
+        self.slots = jax.tree.map(lambda x: jnp.full_like(x, 77), shapes)  # another's leftovers
+        self.logits: dict[str, dict[int, np.ndarray]] = {}
+        self.num_steps = 0
+
+    def warm_up(self, progress: bool = False) -> None:
+        pass
+
+    def dispatch(self, plan: StepPlan) -> tuple[list[tuple[str, int, int]], StepOutput]:
+        self.num_steps += 1
+        rows = [(row.request.request_id, row.start, row.num_new) for row in plan.rows]
+        runner = self.runner  # other engines use it in between
+        runner.cache, runner.slots = self.cache, self.slots
+        output = runner.dispatch(plan)
+        self.cache, self.slots = runner.cache, runner.slots
+        return rows, output
+
+    def read(self, sent: tuple[list[tuple[str, int, int]], StepOutput]) -> StepOutput:
+        rows, output = sent
+        output = self.runner.read(output)
+        assert output.logits is not None
+        token = 0
+        for request_id, start, num_new in rows:
+            part = np.array(output.logits[token : token + num_new])
+            assert np.isfinite(part).all(), f"{request_id}: positions {start}.. read something unwritten"
+            self.logits.setdefault(request_id, {}).update(enumerate(part, start))
+            token += num_new
+        return output
+
+
+def tiny_engine(
+    *,
+    num_pages: dict[EntryKind, int] | None = None,
+    cache: dict[str, Any] | None = None,
+    tokenizer: Any = None,
+    eos_token_ids: tuple[int, ...] = (),
+    **scheduler: Any,
+) -> Engine:
+    """An engine with an empty cache on the shared runner (`engine.runner`); keywords are SchedulerConfig's."""
+    config = EngineConfig(
+        model="tiny",
+        cache=CacheConfig(**{**SMALL_CACHE, "num_snapshots": 32, **(cache or {})}),
+        scheduler=SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **scheduler}),
+    )
+    model = dataclasses.replace(tiny_config(), eos_token_ids=eos_token_ids)
+    spec = small_spec(model, config, MAX_MODEL_LEN, num_pages)
+    whole = tiny_runner().spec
+    kinds = {
+        kind: dataclasses.replace(
+            k,
+            table_width=whole.kinds[kind].table_width,
+            num_pages=min(k.num_pages, whole.kinds[kind].num_pages),
+        )
+        for kind, k in spec.kinds.items()
+    }
+    # Snapshots' STATE slots come after the row slots: as many as the shared arrays have.
+    runner: Any = TinyRunner(dataclasses.replace(spec, kinds=kinds))
+    return Engine(config=config, model_config=model, runner=runner, tokenizer=tokenizer, max_model_len=MAX_MODEL_LEN)
+
+
+def solo(prompt: list[int], num_tokens: int, **params: Any) -> list[int]:
+    """The tokens of a request that is alone in a fresh engine, its prompt in one chunk."""
+    return list(_solo(tuple(prompt), num_tokens, tuple(sorted(params.items()))))
+
+
+@functools.cache
+def _solo(prompt: tuple[int, ...], num_tokens: int, params: tuple[tuple[str, Any], ...]) -> tuple[int, ...]:
+    engine = tiny_engine(max_num_seqs=1, cache={"enable_prefix_caching": False})
+    engine.add(request("solo", prompt, max_tokens=num_tokens, **dict(params)))
+    return tuple(tokens_of(drain(engine)["solo"]))
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(1, tiny_config().vocab_size, length).tolist()
