@@ -1,0 +1,43 @@
+"""What the compiled steps look like: the cache is updated in place, never copied."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from tests.tiny_model import DECODE, MIXED, tiny_runner
+
+
+@pytest.mark.parametrize("bucket", [*DECODE, *MIXED], ids=str)
+def test_no_step_copies_a_pool(bucket):
+    """XLA copies a whole pool at every layer if a slice of it is read before it is written, or one row is scattered."""
+    runner = tiny_runner()
+    compiled = runner._program(bucket)
+    text = compiled.as_text()
+    arrays = [*runner.cache.pools.values(), *runner.cache.states.values()]
+    for array in arrays:
+        # the pool itself, and its flat view [rows, width]
+        for shape in (array.shape, (math.prod(array.shape[:-1]), array.shape[-1])):
+            dims = ",".join(map(str, shape))
+            assert not re.findall(rf"f32\[{dims}\]\S* copy\(", text), f"{bucket} copies f32[{dims}]"
+    # every cache array and sampling table is an input that becomes an output
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
+    assert aliases is not None
+    assert aliases[1].count("may-alias") + aliases[1].count("must-alias") == len(arrays) + 3
+
+
+def test_a_program_that_does_copy_is_noticed():
+    """The pattern above finds a copy where there is one."""
+    import jax
+    import jax.numpy as jnp
+
+    def slice_then_update(pool):
+        old = jax.lax.dynamic_slice_in_dim(pool, 0, 1)
+        pool = jax.lax.dynamic_update_slice_in_dim(pool, old * 2, 5, axis=0)
+        return pool, old, pool.sum()
+
+    pool = jnp.zeros((4096, 64))
+    text = jax.jit(lambda x: (slice_then_update(x), x)).lower(pool).compile().as_text()
+    assert re.findall(r"f32\[4096,64\]\S* copy\(", text)
