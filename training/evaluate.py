@@ -30,7 +30,7 @@ _CHECKPOINT = flags.DEFINE_string("checkpoint", "dsjax/embedded/dsjax-nano", "fo
 _WINDOW = flags.DEFINE_integer(
     "window", 512, "tokens the model sees at once, half of them at least before any scored one"
 )
-_SAMPLES = flags.DEFINE_integer("samples", 6, "sample texts, each greedy and at temperature 0.7")
+_SAMPLES = flags.DEFINE_integer("samples", 6, "sample texts (at most 6), each greedy and at temperature 0.7")
 _SAMPLE_TOKENS = flags.DEFINE_integer("sample_tokens", 120, "tokens of a sample")
 _DRAFT_DOCUMENTS = flags.DEFINE_integer("draft_documents", 32, "held-out documents to decode greedily from")
 _MAX_DOCUMENTS = flags.DEFINE_integer("max_documents", 0, "held-out documents to score; 0 is all")
@@ -96,29 +96,34 @@ def held_out(model: Transformer, tokenizer: Tokenizer, documents: list[corpus.Do
     }
 
 
-@partial(nnx.jit, static_argnums=(5, 6))
+@partial(nnx.jit, static_argnums=(5,))
 def _generate(
-    model: Transformer, ids: jax.Array, length: jax.Array, key: jax.Array, temperature: jax.Array, n: int, vocab: int
+    model: Transformer, ids: jax.Array, lengths: jax.Array, key: jax.Array, temperature: jax.Array, n: int
 ) -> jax.Array:
-    """Extends rows ids [B, P + n] of `length` tokens by n. Recomputes the whole row a token: simple, and exact."""
+    """Extends rows ids [B, P + n] of `lengths` [B] tokens by n. Recomputes every row a token: simple, and exact."""
+    rows = jnp.arange(ids.shape[0])
 
     def body(i: jax.Array, ids: jax.Array) -> jax.Array:
         streams = jax.vmap(model.streams)(ids)
-        logits = jax.vmap(lambda s: model.logits(jax.lax.dynamic_slice_in_dim(s, length + i - 1, 1, axis=1))[0])(
-            streams
-        )
-        noise = jax.random.gumbel(jax.random.fold_in(key, i), (ids.shape[0], vocab)) * temperature
-        return ids.at[:, length + i].set(jnp.argmax(logits + noise, axis=-1))
+        newest = jax.vmap(lambda s, at: jax.lax.dynamic_slice_in_dim(s, at, 1, axis=1))(streams, lengths + i - 1)
+        logits = jax.vmap(model.logits)(newest)[:, 0]
+        noise = jax.random.gumbel(jax.random.fold_in(key, i), logits.shape) * temperature[:, None]
+        return ids.at[rows, lengths + i].set(jnp.argmax(logits + noise, axis=-1))
 
     return jax.lax.fori_loop(0, n, body, ids)
 
 
-def generate(model: Transformer, prompts: np.ndarray, n: int, temperature: float, seed: int = 0) -> np.ndarray:
-    """prompts [B, P] -> [B, P + n]; temperature 0 is greedy."""
-    ids = np.pad(prompts, ((0, 0), (0, n))).astype(np.int32)
-    length, vocab = jnp.int32(prompts.shape[1]), model.config.vocab_size
-    out = _generate(model, jnp.asarray(ids), length, jax.random.key(seed), jnp.float32(temperature), n, vocab)
-    return np.asarray(out)
+def generate(
+    model: Transformer, prompts: list[list[int]], n: int, temperatures: list[float], seed: int = 0
+) -> list[list[int]]:
+    """Each prompt with n more tokens; temperature 0 is greedy."""
+    lengths = np.array([len(p) for p in prompts], np.int32)
+    ids = np.zeros((len(prompts), lengths.max() + n), np.int32)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    heat = jnp.asarray(temperatures, jnp.float32)
+    out = np.asarray(_generate(model, jnp.asarray(ids), jnp.asarray(lengths), jax.random.key(seed), heat, n))
+    return [row[: length + n].tolist() for row, length in zip(out, lengths, strict=True)]
 
 
 @nnx.jit
@@ -130,10 +135,10 @@ def _drafts(model: Transformer, ids: jax.Array) -> jax.Array:
 def acceptance(model: Transformer, tokenizer: Tokenizer, documents: list[corpus.Document]) -> dict[str, float]:
     """Greedy decoding from the start of held-out documents: share of generated tokens the MTP block had drafted."""
     starts = [[BOS_ID, *tokenizer.encode(d.text).ids][:_PROMPT] for d in documents]
-    prompts = np.array([s for s in starts if len(s) == _PROMPT])
+    prompts = [s for s in starts if len(s) == _PROMPT]
     accepted = drafted = 0
     for at in tqdm(range(0, len(prompts) - _BATCH + 1, _BATCH), desc="drafts"):
-        ids = generate(model, prompts[at : at + _BATCH], _GENERATED, 0.0)
+        ids = np.array(generate(model, prompts[at : at + _BATCH], _GENERATED, [0.0] * _BATCH))
         drafts = np.asarray(_drafts(model, jnp.asarray(ids)))  # row j drafts token j + 2
         for row, draft in zip(ids, drafts, strict=True):
             ends = np.flatnonzero(row[_PROMPT:] == EOS_ID)
@@ -154,15 +159,18 @@ PROMPTS = (
 
 
 def samples(model: Transformer, tokenizer: Tokenizer, num: int, n: int) -> list[dict[str, str]]:
-    out = []
-    for text in PROMPTS[:num]:
-        prompt = np.array([[BOS_ID, *tokenizer.encode(text).ids]])
-        line = {"prompt": text}
-        for name, temperature in (("greedy", 0.0), ("temperature_0.7", 0.7)):
-            ids = generate(model, prompt, n, temperature)[0, prompt.shape[1] :].tolist()
-            line[name] = tokenizer.decode(ids[: ids.index(EOS_ID)] if EOS_ID in ids else ids)
-        out.append(line)
-    return out
+    num = min(num, len(PROMPTS))
+    texts = PROMPTS[:num]
+    prompts = [[BOS_ID, *tokenizer.encode(text).ids] for text in texts]
+    rows = generate(model, prompts * 2, n, [0.0] * num + [0.7] * num) if num else []
+    answers = []
+    for prompt, row in zip(prompts * 2, rows, strict=True):
+        ids = row[len(prompt) :]
+        answers.append(tokenizer.decode(ids[: ids.index(EOS_ID)] if EOS_ID in ids else ids))
+    return [
+        {"prompt": text, "greedy": greedy, "temperature_0.7": warm}
+        for text, greedy, warm in zip(texts, answers[:num], answers[num:], strict=True)
+    ]
 
 
 def main(argv: list[str]) -> None:
