@@ -30,5 +30,5 @@ done
 
 echo
 echo "> $prompt"
-"$venv/bin/dsjax-client" --address="$address" --max_tokens=128 -- "$prompt"
+"$venv/bin/dsjax-client" --address="$address" --temperature=0.7 --top_p=0.9 --max_tokens=128 -- "$prompt"
 echo
