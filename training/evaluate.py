@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from dsjax.checkpoint import load_params
 from dsjax.config import ModelConfig
+from dsjax.model.build import assemble
 from dsjax.model.transformer import Transformer
 from training import corpus, places
 from training.data import BOS_ID, EOS_ID
@@ -42,9 +43,7 @@ _PROMPT, _GENERATED = 64, 64  # tokens, of the greedy decodes that drafts are co
 def load_model(path: Path) -> Transformer:
     config = ModelConfig.from_dir(path)
     params = load_params(path, config, "float32")
-    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), with_mtp=True)))
-    values = {key: leaf.replace(jnp.asarray(params[".".join(map(str, key))])) for key, leaf in nnx.to_flat_state(state)}
-    return nnx.merge(graph, nnx.from_flat_state(values))
+    return nnx.merge(*assemble(config, params, jnp.dtype("float32"), with_mtp=True))
 
 
 def windows(tokens: np.ndarray, size: int) -> list[tuple[np.ndarray, int]]:
