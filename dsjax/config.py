@@ -347,12 +347,89 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How one engine is spread over devices; with every size 1 it is the same program on one.
+
+    A data shard has requests, pages and page tables of its own. Inside it `tensor_parallel_size` devices split heads,
+    output groups, vocabulary and experts' widths; `kv_parallel` of them, which divides their number, also split the
+    cache, 1 keeps a whole copy on each. `mesh`, such as "data:2,model:4", says the first three sizes in one word.
+    """
+
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1  # stages of layers
+    kv_parallel: int = 1  # parts that every page is dealt into, entry by entry
+    expert_parallel: bool = False  # whole experts over the whole mesh, instead of a slice of each over a data shard
+    num_microbatches: int = 0  # parts of a step that are in different stages at a time; 0: pipeline_parallel_size
+    mesh: str = ""
+
+    def __post_init__(self):
+        for name, size in _parse_mesh(self.mesh).items():
+            field_name = _MESH_FIELDS[name]
+            if getattr(self, field_name) not in (1, size):
+                raise ConfigError(
+                    f"mesh={self.mesh!r} and {field_name}={getattr(self, field_name)} differ: give one of them"
+                )
+            object.__setattr__(self, field_name, size)
+        _at_least(self, 1, "tensor_parallel_size data_parallel_size pipeline_parallel_size kv_parallel")
+        _at_least(self, 0, "num_microbatches")
+        if self.tensor_parallel_size % self.kv_parallel:
+            raise ConfigError(
+                f"kv_parallel={self.kv_parallel} must divide tensor_parallel_size={self.tensor_parallel_size}: the "
+                "cache is split over the devices of a data shard"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        return self.pipeline_parallel_size * self.data_parallel_size * self.tensor_parallel_size
+
+
+_MESH_FIELDS = {"data": "data_parallel_size", "model": "tensor_parallel_size", "stage": "pipeline_parallel_size"}
+
+
+def _parse_mesh(mesh: str) -> dict[str, int]:
+    """{"data": 2, "model": 4} of "data:2,model:4". Raises ConfigError."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, mesh.split(",")):
+        name, _, size = part.strip().partition(":")
+        if name not in _MESH_FIELDS or name in sizes or not size.isdecimal() or int(size) < 1:
+            raise ConfigError(
+                f"mesh={mesh!r} must name each of {', '.join(_MESH_FIELDS)} once at most, with a size of at least 1, "
+                "such as 'data:2,model:4'"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Several processes that run one engine together, each with its own devices; process 0 schedules and serves."""
+
+    coordinator_address: str = ""  # host:port of process 0, the same for all; "" is one process alone
+    num_processes: int = 1
+    process_id: int = 0
+    peer_timeout_s: float = 10.0  # a process not heard of for so long is dead, and with it the engine
+
+    def __post_init__(self):
+        _at_least(self, 1, "num_processes")
+        if not 0 <= self.process_id < self.num_processes:
+            raise ConfigError(f"process_id={self.process_id} must be in [0, num_processes={self.num_processes})")
+        if self.num_processes > 1 and not self.coordinator_address:
+            raise ConfigError(f"num_processes={self.num_processes} needs coordinator_address, host:port of process 0")
+        if not 0 < self.peer_timeout_s <= 3600:
+            raise ConfigError(f"peer_timeout_s={self.peer_timeout_s} must be in (0, 3600]")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything an engine is built from."""
 
     model: str  # checkpoint folder, or "dsjax-nano" for the embedded one
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    weight_format: str = "auto"  # auto (widened on the CPU, else stored), stored (FP8, FP4 and scales), widened (dtype)
     dtype: str = "auto"  # of weights and activations: auto (float32 on CPU, else bfloat16), float32, bfloat16
     tokenizer: str = ""  # folder or file; "" is the model's folder
     seed: int = 0  # draws the seeds of requests that give none
@@ -361,6 +438,7 @@ class EngineConfig:
 
     def __post_init__(self):
         _one_of(self, "dtype", ("auto", "float32", "bfloat16"))
+        _one_of(self, "weight_format", ("auto", "stored", "widened"))
         if not self.model:
             raise ConfigError("model='' must be a checkpoint folder or 'dsjax-nano'")
 

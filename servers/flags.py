@@ -40,6 +40,18 @@ _HELP = {
     "max_num_batched_tokens": "tokens of one step",
     "max_model_len": "tokens of a prompt and its answer; 0 is the model's own limit",
     "enable_chunked_prefill": "split long prompts over steps",
+    "tensor_parallel_size": "devices that split a data shard's heads, output groups, vocabulary and experts' widths",
+    "data_parallel_size": "data shards: parts of the engine with requests and cache pages of their own",
+    "pipeline_parallel_size": "stages the layers are split into",
+    "kv_parallel": "parts the cache of a data shard is split into; divides tensor_parallel_size; 1 keeps whole copies",
+    "expert_parallel": "split experts over the whole mesh, instead of each expert's width over a data shard",
+    "num_microbatches": "parts of a step that are in different pipeline stages at a time; 0 is a part a stage",
+    "mesh": "the sizes in one word, e.g. data:2,model:4 (model: tensor_parallel_size, stage: pipeline_parallel_size)",
+    "coordinator_address": "host:port of process 0, where several processes run one engine; empty is one alone",
+    "num_processes": "processes that run this engine together",
+    "process_id": "which of them this is; 0 schedules and serves",
+    "peer_timeout_s": "a process not heard of for so long is dead, and with it the engine",
+    "weight_format": "auto (widened on the CPU, else stored), stored (FP8, FP4 and scales), widened (to dtype)",
     "max_num_waiting": "requests that may wait; more are refused with RESOURCE_EXHAUSTED",
 }
 

@@ -26,12 +26,28 @@ class RowPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """Rows in the order they are packed; `copies` run on the device before the step."""
+class ShardPlan:
+    """What one data shard does in a step: rows in the order they are packed; `copies` run before them."""
 
-    rows: list[RowPlan]
+    rows: list[RowPlan] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_new for row in self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """A step of all data shards, in their order. A shard without rows takes part with padding."""
+
+    shards: tuple[ShardPlan, ...]
+
+    @property
+    def rows(self) -> list[RowPlan]:
+        """All rows, shard after shard: the order in which `Runner.read` returns results."""
+        return [row for shard in self.shards for row in shard.rows]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(shard.num_tokens for shard in self.shards)
