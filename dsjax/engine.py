@@ -28,14 +28,14 @@ log = logging.getLogger("dsjax")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Gauges now, and totals since the start."""
+    """Gauges now, and totals since the start, of all data shards together."""
 
     num_waiting: int
     num_running: int
     num_pages_total: int
     num_pages_free: int
     num_pages_cached: int  # free as soon as someone wants them
-    kv_cache_usage: float  # in [0, 1], of the fullest pool
+    kv_cache_usage: float  # in [0, 1], of the fullest pool of any data shard
     num_compiles_after_warm_up: int
     num_requests: int
     num_finished: int
@@ -76,8 +76,8 @@ class Engine:
     ):
         self.config, self.model_config, self.runner, self.tokenizer = config, model_config, runner, tokenizer
         self.max_model_len = max_model_len
-        self.cache = CacheManager(runner.spec)
-        self.scheduler = Scheduler(config.scheduler, self.cache)
+        self.caches = [CacheManager(runner.spec) for _ in range(runner.num_shards)]  # of each data shard
+        self.scheduler = Scheduler(config.scheduler, self.caches)
         self._live: dict[str, list[_Sequence]] = {}  # by the caller's id
         self._by_request: dict[str, _Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -310,20 +310,22 @@ class Engine:
     # --- looking -------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        cache = self.cache
+        caches = self.caches
         return EngineStats(
             num_waiting=len(self.scheduler.waiting),
-            num_running=len(self.scheduler.running),
-            num_pages_total=cache.num_total,
-            num_pages_free=cache.num_free,
-            num_pages_cached=cache.num_cached,
-            kv_cache_usage=cache.usage,
+            num_running=self.scheduler.num_running,
+            num_pages_total=sum(cache.num_total for cache in caches),
+            num_pages_free=sum(cache.num_free for cache in caches),
+            num_pages_cached=sum(cache.num_cached for cache in caches),
+            kv_cache_usage=max(cache.usage for cache in caches),
             num_compiles_after_warm_up=COMPILES.after_warm_up,
             **asdict(self.scheduler.counters),
         )
 
     def reset_prefix_cache(self) -> None:
-        self.cache.reset_prefix_cache()
+        """Forgets everything cached, on all data shards."""
+        for cache in self.caches:
+            cache.reset_prefix_cache()
 
 
 def _token_logprobs(token: int, logprobs, r: int, num_top: int) -> TokenLogprobs:

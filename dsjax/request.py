@@ -131,7 +131,9 @@ class Request:
     num_pending: int = 0  # sampled on the device, not yet read
     num_computed: int = 0  # tokens whose cache entries were written by a dispatched step
     num_cached: int = 0  # prompt tokens that came from the prefix cache when first scheduled
-    slot: int = -1  # row slot on the device, held while RUNNING
+    shard: int = -1  # data shard, while RUNNING
+    slot: int = -1  # row slot on the shard, held while RUNNING
+    rank: int = -1  # who was first in the queue, and stays so when preempted; -1 before it has been at its head
     num_preemptions: int = 0
     sibling: Request | None = None  # for n > 1: wait until this one's prompt is in the cache
     seed: int = 0  # resolved: params.seed + index, or drawn once at add
@@ -149,6 +151,10 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        return self.params.prompt_logprobs is None  # a hit would leave out the positions asked about
 
     @property
     def num_tokens(self) -> int:

@@ -178,7 +178,7 @@ class RecordingRunner:
 
     def __init__(self, runner: Runner, max_tokens: int, has_mtp: bool):
         self.runner, self.spec, self.max_tokens = runner, runner.spec, max_tokens
-        self.has_mtp = has_mtp
+        self.num_shards, self.has_mtp = runner.num_shards, has_mtp
         self.prompts: dict[str, Golden] = {}
 
     def dispatch(self, plan: StepPlan) -> tuple[list[tuple[str, int, int]], StepOutput]:

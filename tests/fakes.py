@@ -18,7 +18,7 @@ from dsjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from dsjax.engine import Engine
 from dsjax.request import MAX_LOGPROBS, Request, SamplingParams, TokenEvent
 from dsjax.runner.sampling import Logprobs
-from dsjax.scheduler.plan import RowPlan, StepPlan
+from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
 from tests.cache.device_model import DeviceModel, prefix_names
 from tests.cache.specs import model_config
 
@@ -54,6 +54,7 @@ class Sent(NamedTuple):
     start: int
     num_new: int
     samples: bool
+    shard: int = 0
 
 
 class FakeOutput(NamedTuple):
@@ -68,10 +69,11 @@ class FakeOutput(NamedTuple):
 class FakeRunner:
     """Stands in for `Runner`. `sent` lists the rows of every step; `fail` makes the next dispatch raise, once."""
 
-    def __init__(self, spec: CacheSpec, max_tokens: int = 1 << 30):
-        self.spec, self.max_tokens = spec, max_tokens
-        self.device = DeviceModel(self)  # type: ignore[arg-type]  # it wants a spec, and `request` in each step
-        self.last_token = np.full(spec.num_slots, -1)
+    def __init__(self, spec: CacheSpec, max_tokens: int = 1 << 30, num_shards: int = 1):
+        self.spec, self.max_tokens, self.num_shards = spec, max_tokens, num_shards
+        # of each shard; a DeviceModel wants a spec, and `request` in each step
+        self.devices = [DeviceModel(self) for _ in range(num_shards)]  # type: ignore[arg-type]
+        self.last_token = np.full((num_shards, spec.num_slots), -1)
         self.sent: list[list[Sent]] = []
         self.num_read = 0
         self.fail: Exception | None = None
@@ -89,27 +91,40 @@ class FakeRunner:
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
-        assert plan.rows and plan.num_tokens <= self.max_tokens
+        assert plan.rows and len(plan.shards) == self.num_shards
         assert len(self.sent) - self.num_read < 2, "more than one step is waiting to be read"
+        assert len({row.request.request_id for row in plan.rows}) == len(plan.rows)
+        tokens = [token for index, part in enumerate(plan.shards) for token in self._dispatch(index, part)]
+        self.sent.append(
+            [
+                Sent(row.request.request_id, row.start, row.num_new, row.samples, index)
+                for index, part in enumerate(plan.shards)
+                for row in part.rows
+            ]
+        )
+        return FakeOutput(len(self.sent), np.array(tokens), _no_logprobs(len(tokens)), _no_logprobs(plan.num_tokens))
+
+    def _dispatch(self, index: int, plan: ShardPlan) -> list[int]:
+        """Checks and runs one shard's part; returns the token after each row."""
+        assert plan.num_tokens <= self.max_tokens
         for row in plan.rows:
+            assert row.request.shard == index
             self._check(row)
         self._check_apart(plan.rows)
         self._check_copies(plan)
-        self.device.copy(plan.copies)
+        device, last_token = self.devices[index], self.last_token[index]
+        device.copy(plan.copies)
         rows, tokens = [], []
         for row in plan.rows:
-            known = [*row.request.token_ids, *[int(self.last_token[row.cache.slot])] * row.request.num_pending]
+            known = [*row.request.token_ids, *[int(last_token[row.cache.slot])] * row.request.num_pending]
             assert row.samples == (row.end == len(known)), "a row samples when it reaches its last token"
             rows.append((row.request.request_id, prefix_names(row.request.cache_salt, known), row.start, row.end))
             tokens.append((known[row.end - 1] + 1) % VOCAB)
-        self.device.step(self, rows)  # type: ignore[arg-type]
+        device.step(self, rows)  # type: ignore[arg-type]
         for row, token in zip(plan.rows, tokens, strict=True):
             if row.samples:
-                self.last_token[row.cache.slot] = token
-        self.sent.append([Sent(r.request.request_id, r.start, r.num_new, r.samples) for r in plan.rows])
-        return FakeOutput(
-            len(self.sent), np.array(tokens), _no_logprobs(len(tokens)), _no_logprobs(sum(r.num_new for r in plan.rows))
-        )
+                last_token[row.cache.slot] = token
+        return tokens
 
     def read(self, output: FakeOutput) -> FakeOutput:
         self.num_read += 1
@@ -143,7 +158,7 @@ class FakeRunner:
             assert not pages & written
             written |= pages
 
-    def _check_copies(self, plan: StepPlan) -> None:
+    def _check_copies(self, plan: ShardPlan) -> None:
         for copy in plan.copies:
             is_state = copy.kind is EntryKind.STATE
             limit = self.spec.num_state_slots if is_state else self.spec.kinds[copy.kind].num_pages
@@ -171,6 +186,7 @@ def small_spec(
 
 def fake_engine(
     *,
+    num_shards: int = 1,
     max_model_len: int = 128,
     num_pages: dict[EntryKind, int] | None = None,
     cache: dict[str, Any] | None = None,
@@ -188,7 +204,7 @@ def fake_engine(
     )
     model = dataclasses.replace(model_config(), vocab_size=VOCAB, eos_token_ids=eos_token_ids)
     runner: Any = FakeRunner(
-        small_spec(model, config, max_model_len, num_pages), config.scheduler.max_num_batched_tokens
+        small_spec(model, config, max_model_len, num_pages), config.scheduler.max_num_batched_tokens, num_shards
     )
     return Engine(config=config, model_config=model, runner=runner, tokenizer=tokenizer, max_model_len=max_model_len)
 
@@ -214,7 +230,7 @@ def drain(engine: Engine, max_steps: int = 2000, check: bool = True) -> dict[str
         for event in engine.step():
             events.setdefault(event.request_id, []).append(event)
         if check:
-            engine.cache.check()
+            check_caches(engine)
     raise AssertionError(f"still at work after {max_steps} steps")
 
 
@@ -229,5 +245,11 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.has_work()
     assert (stats.num_waiting, stats.num_running, stats.kv_cache_usage) == (0, 0, 0.0)
     assert stats.num_pages_free + stats.num_pages_cached == stats.num_pages_total
-    assert engine.cache.num_free_slots == engine.cache.spec.num_slots
-    engine.cache.check()
+    assert [cache.num_free_slots for cache in engine.caches] == [engine.runner.spec.num_slots] * len(engine.caches)
+    check_caches(engine)
+
+
+def check_caches(engine: Engine) -> None:
+    """Every page and slot of every data shard is accounted for once."""
+    for cache in engine.caches:
+        cache.check()

@@ -111,6 +111,7 @@ class TinyRunner:
 
     def __init__(self, spec: CacheSpec):
         self.runner, self.spec = tiny_runner(), spec
+        self.num_shards = self.runner.num_shards
         whole = self.runner.spec
         assert spec.num_state_slots <= whole.num_state_slots
         for kind, k in spec.kinds.items():

@@ -65,6 +65,7 @@ class Runner:
         fill: float = 0.0,
     ):
         self.config, self.spec, self.graph, self.params = config, spec, graph, params
+        self.num_shards = 1  # data shards
         self.all_logits, self.fail_on_recompile = all_logits, fail_on_recompile
         # One bfloat16 row takes a scalar path in XLA's CPU matmul, 10 times slower than two rows.
         self.buckets = Buckets(scheduler, min_rows=2 if dtype == jnp.bfloat16 else 1)
@@ -131,7 +132,7 @@ class Runner:
 
     def dispatch(self, plan: StepPlan) -> StepOutput:
         """Sends a plan to the device and returns at once; results are read later."""
-        self._run_copies(plan.copies)
+        self._run_copies(plan.shards[0].copies)
         for row in plan.rows:
             self._prepare_slot(row)
         bucket = self.buckets.choose([row.num_new for row in plan.rows])

@@ -1,5 +1,7 @@
 """Chooses the rows of each step, first come first served, and owns every request's state.  [no jax]
 
+One queue serves all data shards (`shard.py`); a request belongs to a shard from its admission (`placement.py`) to its
+end or preemption, after which any shard may take it.
 There is no prefill and no decode phase: a running request contributes min(tokens it has - tokens computed, budget).
 A step is planned before the previous one's tokens are known, so a request counts the token in flight (`num_pending`).
 """
@@ -7,18 +9,21 @@ A step is planned before the previous one's tokens are known, so a request count
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsjax.cache.manager import CacheManager
 from dsjax.config import SchedulerConfig
 from dsjax.errors import ErrorCode, RequestError
 from dsjax.request import Request, Status
-from dsjax.scheduler.plan import RowPlan, StepPlan
+from dsjax.scheduler.placement import Candidate, preferred
+from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
+from dsjax.scheduler.shard import Shard
 
 
 @dataclass
 class Counters:
-    """Totals since the start; they only grow."""
+    """Totals of all shards since the start; they only grow."""
 
     num_requests: int = 0
     num_finished: int = 0
@@ -33,15 +38,26 @@ class Counters:
 class Scheduler:
     """Waiting and running requests. `schedule`, then `dispatched`, later `complete`, for each step."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheManager):
-        self.config, self.cache = config, cache
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in the order they were admitted; the last is the first to be preempted
+    def __init__(self, config: SchedulerConfig, caches: Sequence[CacheManager]):
+        """`caches` has one for each data shard."""
+        self.config = config
+        self.shards = [Shard(index, config, cache) for index, cache in enumerate(caches)]
+        self.waiting: deque[Request] = deque()  # those with a rank first, in its order; then the others as they came
         self.counters = Counters()
+        self._next_rank = 0
+
+    @property
+    def running(self) -> list[Request]:
+        """Those of all shards, shard after shard."""
+        return [request for shard in self.shards for request in shard.running]
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(shard.running) for shard in self.shards)
 
     @property
     def num_live(self) -> int:
-        return len(self.waiting) + len(self.running)
+        return len(self.waiting) + self.num_running
 
     def add(self, request: Request) -> None:
         """Queues a request. RequestError(RESOURCE_EXHAUSTED) if the queue is full."""
@@ -56,76 +72,63 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plans the next step; `rows` is empty if nothing can be computed before a token in flight is read."""
-        rows: list[RowPlan] = []
-        budget = self.config.max_num_batched_tokens
-        preempted = False
-        for i, request in enumerate(list(self.running)):
-            if request.status is not Status.RUNNING:
-                continue  # preempted for an earlier one
-            # Every request behind it gets at least its one token. Only the last are preempted, so it is still number i.
-            num_new = self._num_new(request, budget - (len(self.running) - i - 1))
-            if num_new == 0:
-                continue
-            while not self.cache.extend(request.request_id, request.num_computed + num_new):
-                victim = self.running[-1]
-                self._preempt(victim)
-                preempted = True
-                if victim is request:
-                    break
-            if request.status is not Status.RUNNING:
-                continue
-            rows.append(self._row(request, num_new))
-            budget -= num_new
-        if not preempted:
-            self._admit(rows, budget)
-        if rows:
-            return StepPlan(rows=rows, copies=self.cache.take_copies())
-        return StepPlan(rows=rows)
+        for shard in self.shards:
+            for request in shard.plan_running():
+                self._requeue(request)
+        self._admit()
+        if any(shard.rows for shard in self.shards):
+            return StepPlan(shards=tuple(shard.take_plan() for shard in self.shards))
+        return StepPlan(shards=tuple(ShardPlan() for _ in self.shards))  # not dispatched, so copies wait
 
-    def _num_new(self, request: Request, budget: int) -> int:
-        """Tokens of a running request for this step."""
-        if request.num_tokens >= request.max_total_tokens:
-            return 0  # the token in flight is its last
-        begin = request.num_computed
-        if not self.config.enable_chunked_prefill:
-            begin = max(begin, request.num_prefill_tokens - 1)  # snapshots must not cut it: one at its end
-        boundary = self.cache.next_boundary(request.request_id, begin, request.num_prefill_tokens)
-        end = min(request.num_tokens, boundary)
-        return max(0, min(end - request.num_computed, budget, self.cache.spec.max_chunk_tokens))
+    def _admit(self) -> None:
+        """Takes waiting requests in order until the budgets, the slots or the pages of all shards are used up.
 
-    def _admit(self, rows: list[RowPlan], budget: int) -> None:
-        """Takes waiting requests in order until the budget, the slots or the pages are used up."""
+        The first that fits no shard holds back all behind it.
+        """
         skipped: list[Request] = []
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+        while self.waiting and any(shard.is_open for shard in self.shards):
             request = self.waiting[0]
             if request.num_pending:
                 break  # preempted with a token in flight: its tokens are known after the next read
             if request.sibling is not None and self._awaits_sibling(request):
                 skipped.append(self.waiting.popleft())
                 continue
-            remaining = request.num_tokens - request.num_computed
-            if not self.config.enable_chunked_prefill and remaining > budget and rows:
-                break
-            use_cache = request.params.prompt_logprobs is None  # a hit would leave out the positions asked about
-            first = min(remaining, budget, self.cache.spec.max_chunk_tokens)
-            admission = self.cache.admit(request.request_id, request.token_ids, request.cache_salt, use_cache, first)
-            if admission is None:
+            if not self._place(request):
                 break
             self.waiting.popleft()
-            self.running.append(request)
-            request.status, request.slot = Status.RUNNING, admission.slot
-            request.num_computed, request.first_of_stay = admission.num_cached, True
-            request.num_prefill_tokens = len(request.token_ids)
-            if request.num_preemptions == 0:
-                request.num_cached = admission.num_cached
-                self.counters.num_prompt_tokens += request.num_prompt_tokens
-                self.counters.num_cached_tokens += admission.num_cached
-            num_new = self._num_new(request, budget)
-            if not self.cache.extend(request.request_id, request.num_computed + num_new):
-                raise AssertionError(f"{request.request_id}: admitted without the pages of its first chunk")
-            rows.append(self._row(request, num_new))
-            budget -= num_new
         self.waiting.extendleft(reversed(skipped))
+
+    def _place(self, request: Request) -> bool:
+        """Admits the request on the most preferred shard that takes it."""
+        if request.rank < 0:
+            request.rank, self._next_rank = self._next_rank, self._next_rank + 1
+        if not any(self.shards[index].admit(request) for index in self._order(request)):
+            return False
+        if request.num_preemptions == 0:
+            request.num_cached = request.num_computed
+            self.counters.num_prompt_tokens += request.num_prompt_tokens
+            self.counters.num_cached_tokens += request.num_cached
+        return True
+
+    def _order(self, request: Request) -> list[int]:
+        """Open shards in the order to try."""
+        shards = [shard for shard in self.shards if shard.is_open]
+        if len(shards) == 1:
+            return [shards[0].index]  # nothing to compare
+        candidates = []
+        for shard in shards:
+            cache, hit = shard.cache, 0
+            if request.reads_prefix_cache:
+                hit = cache.match(request.token_ids, request.cache_salt).num_tokens
+            candidates.append(
+                Candidate(
+                    num_tokens=shard.num_tokens_left + request.num_tokens - hit,
+                    usage=cache.usage,
+                    num_held=cache.num_total - cache.num_free,
+                    index=shard.index,
+                )
+            )
+        return preferred(candidates)
 
     @staticmethod
     def _awaits_sibling(request: Request) -> bool:
@@ -134,26 +137,12 @@ class Scheduler:
         assert first is not None
         return first.status is not Status.FINISHED and first.num_computed < first.num_prompt_tokens
 
-    def _row(self, request: Request, num_new: int) -> RowPlan:
-        return RowPlan(
-            request=request,
-            cache=self.cache.request(request.request_id),
-            start=request.num_computed,
-            num_new=num_new,
-            samples=request.num_computed + num_new == request.num_tokens,
-            first_of_stay=request.first_of_stay,
-        )
-
     def dispatched(self, plan: StepPlan) -> None:
         """Notes that the plan's step is on its way: its tokens count as computed."""
         self.counters.num_steps += 1
         self.counters.num_computed_tokens += plan.num_tokens
-        for row in plan.rows:
-            request = row.request
-            request.num_computed = row.end
-            request.num_pending += row.samples
-            request.first_of_stay = False
-            self.cache.computed(request.request_id, request.token_ids, row.end)
+        for shard, part in zip(self.shards, plan.shards, strict=True):
+            shard.dispatched(part.rows)
 
     def complete(self, row: RowPlan, token_id: int) -> bool:
         """Takes the token a row drew. False if the request ended while the step was in flight: drop the token."""
@@ -170,11 +159,10 @@ class Scheduler:
         if request.status is Status.FINISHED:
             return
         if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self.cache.release(request.request_id, request.token_ids, request.num_computed, snapshot=keep)
+            self.shards[request.shard].release(request, snapshot=keep)
         else:
             self.waiting.remove(request)
-        request.status, request.slot = Status.FINISHED, -1
+        request.status = Status.FINISHED
         self.counters.num_finished += 1
 
     def expired(self, now_s: float) -> list[Request]:
@@ -182,10 +170,13 @@ class Scheduler:
         return [r for r in (*self.waiting, *self.running) if r.deadline_s is not None and r.deadline_s <= now_s]
 
     def _preempt(self, request: Request) -> None:
-        """Takes everything back; it will be recomputed, starting from what the prefix cache kept."""
-        self.running.remove(request)
-        self.cache.release(request.request_id, request.token_ids, request.num_computed)
-        request.status, request.slot, request.num_computed = Status.WAITING, -1, 0
-        request.num_preemptions += 1
+        self.shards[request.shard].preempt(request)
+        self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        """Puts a preempted request before all that came later than it."""
         self.counters.num_preemptions += 1
-        self.waiting.appendleft(request)
+        at = 0
+        while at < len(self.waiting) and 0 <= self.waiting[at].rank < request.rank:
+            at += 1
+        self.waiting.insert(at, request)

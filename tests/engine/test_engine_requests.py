@@ -8,7 +8,7 @@ import pytest
 from dsjax.cache.spec import EntryKind
 from dsjax.errors import ErrorCode, RequestError
 from dsjax.request import FinishReason
-from tests.fakes import EOS, ByteTokenizer, assert_idle, drain, fake_engine, request, tokens_of
+from tests.fakes import EOS, ByteTokenizer, assert_idle, check_caches, drain, fake_engine, request, tokens_of
 
 MAX = 64  # max_model_len here
 
@@ -138,7 +138,7 @@ def test_an_id_used_again_at_once_after_cancel(num_steps):
         while not got or not got[-1].finished:
             got += [e for e in engine.step() if e.request_id == "x"]
         assert tokens_of(got) == [i + 21, i + 22]
-        engine.cache.check()
+        check_caches(engine)
         stats = engine.stats()
         assert stats.num_waiting >= 0 and 0 <= stats.num_running <= 2
     engine.cancel("company")
@@ -188,7 +188,7 @@ def test_cancel_between_chunks_leaves_only_complete_units():
     engine.step()  # 12 tokens: no unit yet
     engine.cancel("a")
     drain(engine)
-    assert engine.cache.prefix.num_nodes <= 1  # the root
+    assert engine.caches[0].prefix.num_nodes <= 1  # the root
     engine.add(request("b", prompt, max_tokens=4))
     events = drain(engine)["b"]
     assert (tokens_of(events), events[-1].num_cached_tokens) == ([130, 131, 132, 133], 0)

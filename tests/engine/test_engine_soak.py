@@ -10,7 +10,7 @@ import pytest
 
 from dsjax.cache.spec import EntryKind
 from dsjax.request import TokenEvent
-from tests.fakes import VOCAB, ByteTokenizer, assert_idle, fake_engine, request
+from tests.fakes import VOCAB, ByteTokenizer, assert_idle, check_caches, fake_engine, request
 
 COUNTERS = (
     "num_requests num_finished num_preemptions num_prompt_tokens num_cached_tokens num_generated_tokens num_steps "
@@ -116,7 +116,7 @@ class Traffic:
                 self.chaos()
             for event in self.engine.step():
                 self.take(event)
-            self.engine.cache.check()
+            check_caches(self.engine)
             before = self.check_stats(before)
 
     def check_stats(self, before):
@@ -157,4 +157,4 @@ def test_random_traffic(name):
     engine.reset_prefix_cache()
     stats = engine.stats()
     assert (stats.num_pages_free, stats.num_pages_cached) == (stats.num_pages_total, 0)
-    assert engine.cache.prefix.num_nodes == engine.cache.prefix.num_snapshots == 0
+    assert all(cache.prefix.num_nodes == cache.prefix.num_snapshots == 0 for cache in engine.caches)

@@ -22,8 +22,9 @@ from dsjax.model.build import assemble
 from dsjax.request import Request, SamplingParams
 from dsjax.runner.batch import Layout, pack, unpack
 from dsjax.runner.buckets import Bucket
-from dsjax.scheduler.plan import RowPlan, StepPlan
+from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
 from dsjax.verify import ALL_MODES, Golden, RecordingRunner, read_golden, recording_runner, verify
+from tests.fakes import check_caches
 from tests.golden_sets import sets
 from tests.model.test_golden_full import ATOL, compare_inner
 
@@ -80,7 +81,7 @@ def _collect(engine: Engine, prompts: dict[str, Golden], on_token=lambda name: N
             prompts[event.request_id].greedy += event.token_ids
             cached[event.request_id] = event.num_cached_tokens
             on_token(event.request_id)
-        engine.cache.check()
+        check_caches(engine)
     return cached
 
 
@@ -183,7 +184,7 @@ def test_inner_tensors(folder):
             )
         )
     layout = Layout(Bucket(len(ids) + 16, 2, 16), spec)
-    host = pack(layout, StepPlan(rows=rows))
+    host = pack(layout, StepPlan(shards=(ShardPlan(rows=rows),)))
     params = checkpoint.load_params(folder, config, include_mtp=False)
     graph, state = assemble(config, params, np.dtype("float32"), with_mtp=False)
     cache = CacheState.create(spec, config, np.dtype("float32"), fill=float("nan"))
