@@ -1,7 +1,7 @@
 """DeepSeek-V4 checkpoints: read into the model's parameters, and written.  [no jax]
 
-`load_params` checks every tensor's presence, dtype and shape from the headers before it reads one, then makes one
-parameter at a time, so the peak is the parameters plus one dequantised tensor.
+`iter_params` checks every tensor's presence, dtype and shape from the headers before it reads one, then makes one
+parameter at a time, so the peak is one parameter and one dequantised tensor.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from dsjax.checkpoint_names import (
     expected_params,
     is_transformers_naming,
     released_params,
+    stored_params,
     transformers_params,
 )
 from dsjax.config import ModelConfig
 from dsjax.errors import ConfigError
 
-__all__ = ["expected_params", "has_mtp", "load_params", "save_checkpoint"]
+__all__ = ["expected_params", "has_mtp", "iter_params", "load_params", "save_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ _ALLOWED = {
     SourceKind.EXPERT: (*_FLOATS, "F8_E4M3", "I8"),
     SourceKind.IDS: ("I64", "I32"),
 }
+_CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # policy of a parameter kept as stored -> dtype of its tensors
 _MAX_LISTED = 5
 
 
@@ -57,22 +59,34 @@ def has_mtp(path: str | Path) -> bool:
     return _has_mtp(path, _without_prefix(tensors))
 
 
-def load_params(
-    path: str | Path, config: ModelConfig, dtype: str = "float32", *, include_mtp: bool = True, progress: bool = False
-) -> dict[str, np.ndarray]:
-    """{dotted path: array} of every parameter of the checkpoint in folder `path`, quantised weights decoded.
+def load_params(path: str | Path, config: ModelConfig, dtype: str = "float32", **options: Any) -> dict[str, np.ndarray]:
+    """{dotted path: array} of every parameter of the checkpoint in folder `path`: `iter_params`, all at once."""
+    return dict(iter_params(path, config, dtype, **options))
 
+
+def iter_params(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: str = "float32",
+    *,
+    include_mtp: bool = True,
+    stored: bool = False,
+    progress: bool = False,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(dotted path, array) of every parameter of the checkpoint in folder `path`, one made at a time.
+
+    Quantised weights are decoded or, with `stored`, come as their codes and then their scale, bytes untouched.
     `dtype` ("float32" or "bfloat16") is that of the "model" parameters of `expected_params`. The MTP block is among
-    them if it is wanted, announced by `config` and there (`has_mtp`). Raises ConfigError listing what is missing,
-    superfluous, of another shape or dtype, or cut short.
+    them if it is wanted, announced by `config` and there (`has_mtp`). Raises ConfigError, at the first step, listing
+    what is missing, superfluous, of another shape or dtype, or cut short.
     """
     if dtype not in _PARAM_DTYPES:
         raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(_PARAM_DTYPES)}")
-    stored, problems = open_shards(path)
+    found, problems = open_shards(path)
     _raise_if(path, problems)  # a lost shard makes hundreds of missing tensors: report the cause alone
-    tensors = _without_prefix(stored)
-    if len(tensors) != len(stored):
-        twice = sorted(name for name in tensors if name in stored and f"model.{name}" in stored)
+    tensors = _without_prefix(found)
+    if len(tensors) != len(found):
+        twice = sorted(name for name in tensors if name in found and f"model.{name}" in found)
         _raise_if(path, [f"tensor {name} is there with and without the prefix 'model.'" for name in twice])
     mtp = _has_mtp(path, tensors)
     if not mtp or not include_mtp or not config.num_nextn_predict_layers:
@@ -82,13 +96,13 @@ def load_params(
         mtp = False
     make = transformers_params if is_transformers_naming(set(tensors)) else released_params
     params = make(config, mtp)
+    if stored:
+        params = stored_params(config, params)
     _raise_if(path, _check(params, tensors))
     total = sum(t.nbytes for t in tensors.values())
-    out: dict[str, np.ndarray] = {}
     with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
         for param in params:
-            out[param.path] = _assemble(param, tensors, dtype, config.n_routed_experts, bar)
-    return out
+            yield param.path, _assemble(param, tensors, dtype, config.n_routed_experts, bar)
 
 
 def _without_prefix(stored: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -121,18 +135,25 @@ def _check(params: list[Param], tensors: Mapping[str, Stored]) -> list[str]:
     """Every difference between what `params` need and `tensors`, one sentence each."""
     problems: list[str] = []
     used: set[str] = set()
-    for source in (s for p in params for s in p.sources):
+    for policy, source in ((p.policy, s) for p in params for s in p.sources if s.kind is not SourceKind.SCALE):
         found = tensors.get(source.name)
         if found is None:
             problems.append(f"tensor {source.name} is missing, expected {list(source.shape)}")
             continue
         used.add(source.name)
-        if found.dtype not in _ALLOWED[source.kind]:
+        if source.kind is SourceKind.CODES:
+            if found.dtype != _CODES[policy]:
+                problems.append(
+                    f"tensor {source.name} has dtype {found.dtype}, expected {_CODES[policy]} as config.json says "
+                    "(weight_format='widened' takes any)"
+                )
+                continue
+        elif found.dtype not in _ALLOWED[source.kind]:
             allowed = ", ".join(_ALLOWED[source.kind])
             problems.append(f"tensor {source.name} has dtype {found.dtype}, expected one of {allowed}")
             continue
         shape = source.shape
-        if found.dtype == "I8" and source.kind is SourceKind.EXPERT:
+        if found.dtype == "I8":
             shape = (shape[0], quant.ceil_div(shape[1], 2))  # two columns a byte
         if found.shape != shape:
             problems.append(f"tensor {source.name} has shape {list(found.shape)}, expected {list(shape)}")
@@ -169,19 +190,21 @@ def _assemble(param: Param, tensors: Mapping[str, Stored], dtype: str, num_exper
             )
         piece = oriented[source.index]
         piece[...] = values.reshape(piece.shape)
-        bar.update(tensors[source.name].nbytes)
+        bar.update(tensors[source.name].nbytes if source.kind is not SourceKind.SCALE else 0)
     return out
 
 
 def _read(source: Source, tensors: Mapping[str, Stored]) -> np.ndarray:
-    """The values of one tensor, dequantised, in its own layout."""
+    """The values of one tensor, dequantised, in its own layout; or its codes, or its scale."""
     stored = tensors[source.name]
     values = stored.read()
-    if stored.dtype not in ("F8_E4M3", "I8"):
+    if stored.dtype not in ("F8_E4M3", "I8") or source.kind is SourceKind.CODES:
         return values
     name = _scale_name(source.name, tensors)
     assert name is not None  # _check has seen it
     scale = tensors[name].read()
+    if source.kind is SourceKind.SCALE:
+        return scale.view(np.uint8) if stored.dtype == "I8" else quant.scale_values(scale)
     return quant.dequantize_fp4(values, scale) if stored.dtype == "I8" else quant.dequantize_fp8(values, scale)
 
 

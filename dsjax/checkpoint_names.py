@@ -7,12 +7,15 @@ swapped back (`transposed`) is filled piece by piece: `Source.index` says which 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from dsjax import quant
 from dsjax.config import LayerKind, ModelConfig
+from dsjax.errors import ConfigError
 
 
 class SourceKind(Enum):
@@ -23,6 +26,8 @@ class SourceKind(Enum):
     LINEAR = "LINEAR"  # any float, or FP8
     EXPERT = "EXPERT"  # any float, FP8, or packed FP4
     IDS = "IDS"  # integers
+    CODES = "CODES"  # FP8 or packed FP4, taken as it is
+    SCALE = "SCALE"  # the scale of the weight that `Source.name` names
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Param:
-    """One array of the model: dotted `path`, in-memory `shape`, dtype `policy`: "float32", "int32" or "model"."""
+    """One array of the model: dotted `path`, in-memory `shape`, dtype `policy`: a dtype's name, or "model"."""
 
     path: str
     shape: tuple[int, ...]
@@ -50,9 +55,12 @@ class Param:
         return array.swapaxes(-1, -2) if self.transposed else array
 
 
-def expected_params(config: ModelConfig, include_mtp: bool) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{path: (shape, "float32" | "int32" | "model")} of every parameter; "model" is the engine's dtype."""
-    return {p.path: (p.shape, p.policy) for p in released_params(config, include_mtp)}
+def expected_params(
+    config: ModelConfig, include_mtp: bool, *, stored: bool = False
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """{path: (shape, dtype)} of every parameter; the dtype "model" is the engine's. `stored`: see `stored_params`."""
+    params = released_params(config, include_mtp)
+    return {p.path: (p.shape, p.policy) for p in (stored_params(config, params) if stored else params)}
 
 
 def released_params(config: ModelConfig, include_mtp: bool) -> list[Param]:
@@ -74,6 +82,58 @@ def released_params(config: ModelConfig, include_mtp: bool) -> list[Param]:
             *_layer(config, "mtp.block.", "mtp.0.", LayerKind.SLIDING, hashed=False),
         ]
     return out
+
+
+def stored_params(config: ModelConfig, params: list[Param]) -> list[Param]:
+    """`params` with every quantised weight as two of them, its codes and its scale, as `config` says it is stored.
+
+    The model's matrices are [in, out]; codes and scales are those of the checkpoint with the axes swapped, and packed
+    along `in`. Raises ConfigError where pieces of a weight do not begin at a tile of scales.
+    """
+    formats = {SourceKind.LINEAR: config.quant_method, SourceKind.EXPERT: config.expert_format}
+    out = []
+    for param in params:
+        form = formats.get(param.sources[0].kind)
+        if form is None and ".ffn.experts." in param.path and config.expert_format:
+            raise ConfigError(
+                "weight_format='stored' cannot keep transformers' fused experts, which have no quantised form: "
+                "use weight_format='widened'"
+            )
+        out += [param] if form is None else _codes_and_scale(param, form)
+    return out
+
+
+def _codes_and_scale(param: Param, form: str) -> tuple[Param, Param]:
+    *stack, n_in, n_out = param.shape
+    codes = tuple(dataclasses.replace(s, kind=SourceKind.CODES) for s in param.sources)
+    scales = [dataclasses.replace(s, kind=SourceKind.SCALE) for s in param.sources]
+    if form == "fp4":
+        dtypes, shape = ("int8", "uint8"), (*stack, n_in // 2, n_out)
+        scale_shape = (*stack, quant.ceil_div(n_in, quant.FP4_BLOCK), n_out)
+    else:
+        block = quant.FP8_BLOCK
+        dtypes, shape = ("float8_e4m3fn", "float32"), param.shape
+        scale_shape = (*stack, quant.ceil_div(n_in, block), quant.ceil_div(n_out, block))
+        # A piece along `out`, of a joined weight or of groups that the checkpoint has in one matrix, is whole tiles.
+        joined = [i for s in scales for i in s.index if isinstance(i, slice)]
+        pieces = [i.stop - i.start for i in joined] or ([n_out] if stack and len(scales) == 1 else [])
+        for size in pieces:
+            if size % block:
+                raise ConfigError(
+                    f"weight_format='stored' needs the parts of {param.path} to be a multiple of {block} columns, the "
+                    f"tile of an FP8 scale, not {size}: use weight_format='widened'"
+                )
+
+        def in_tiles(i: Any) -> Any:
+            return slice(i.start // block, i.stop // block) if isinstance(i, slice) else i
+
+        scales = [dataclasses.replace(s, index=tuple(map(in_tiles, s.index))) for s in scales]
+    path = param.path.removesuffix(".kernel")
+    scale_path = f"{path}.scale" if path != param.path else f"{path}_scale"
+    return (
+        dataclasses.replace(param, shape=shape, policy=dtypes[0], sources=codes),
+        Param(scale_path, scale_shape, dtypes[1], tuple(scales), param.transposed),
+    )
 
 
 def _layer(config: ModelConfig, path: str, name: str, kind: LayerKind, *, hashed: bool) -> Iterator[Param]:

@@ -121,6 +121,15 @@ class ModelConfig:
     def num_hidden_layers(self) -> int:
         return len(self.layer_kinds)
 
+    @property
+    def expert_format(self) -> str | None:
+        """How the checkpoint's routed experts are stored: "fp4", "fp8" (-Base checkpoints) or None, unquantised."""
+        return "fp4" if self.expert_dtype == "fp4" else self.quant_method
+
+    def widened(self) -> ModelConfig:
+        """The same network with no weight quantised."""
+        return dataclasses.replace(self, quant_method=None, expert_dtype=None)
+
     def ratio(self, kind: LayerKind) -> int:
         """Tokens per compressed entry; 0 for a sliding layer."""
         return {LayerKind.SLIDING: 0, LayerKind.CSA: self.csa_ratio, LayerKind.HCA: self.hca_ratio}[kind]

@@ -42,6 +42,11 @@ def resolve_dtype(dtype: str) -> jnp.dtype:
     return jnp.dtype(dtype)
 
 
+def keeps_stored(weight_format: str, platform: str) -> bool:
+    """Whether FP8 and FP4 weights stay so on the devices: auto widens them on CPUs, whose matmuls gain nothing."""
+    return weight_format == "stored" or (weight_format == "auto" and platform != "cpu")
+
+
 def load_runner(
     path: Path,
     config: ModelConfig,
@@ -49,6 +54,7 @@ def load_runner(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     dtype: str = "auto",
+    weight_format: str = "auto",
     progress: bool = False,
     with_mtp: bool = False,
     **options,
@@ -66,8 +72,9 @@ def load_runner(
     compute = resolve_dtype(dtype)
     stored = compute if cache.kv_cache_dtype == "auto" else jnp.dtype(cache.kv_cache_dtype)
     spec = CacheSpec.of(config, cache, scheduler, max_model_len, stored.itemsize, num_mtp_layers=int(with_mtp))
-    params = checkpoint.load_params(path, config, compute.name, include_mtp=with_mtp, progress=progress)
-    graph, state = assemble(config, params, compute, with_mtp=with_mtp)
+    keep = keeps_stored(weight_format, jax.devices()[0].platform)
+    params = checkpoint.load_params(path, config, compute.name, include_mtp=with_mtp, stored=keep, progress=progress)
+    graph, state = assemble(config, params, compute, with_mtp=with_mtp, stored=keep)
     runner = Runner(
         config=config,
         graph=graph,
@@ -93,6 +100,7 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
         cache=config.cache,
         scheduler=config.scheduler,
         dtype=config.dtype,
+        weight_format=config.weight_format,
         progress=progress,
         fail_on_recompile=config.fail_on_recompile,
     )

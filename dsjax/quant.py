@@ -41,7 +41,7 @@ def dequantize_fp8(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
     k = weight.shape[1]
     if scale.shape != fp8_scale_shape(weight.shape):
         raise ValueError(f"scale {scale.shape} does not fit an FP8 weight {weight.shape}")
-    columns = np.repeat(_scale_values(scale), FP8_BLOCK, axis=1)[:, :k]
+    columns = np.repeat(scale_values(scale), FP8_BLOCK, axis=1)[:, :k]
     out = _FP8_VALUES[weight.view(np.uint8)]
     for block in range(len(columns)):
         out[block * FP8_BLOCK : (block + 1) * FP8_BLOCK] *= columns[block]
@@ -54,7 +54,7 @@ def dequantize_fp4(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
     if scale.shape != fp4_scale_shape((n, k)):
         raise ValueError(f"scale {scale.shape} does not fit a packed FP4 weight {weight.shape}")
     out = _FP4_PAIRS[weight.view(np.uint8)].reshape(n, k)
-    out *= np.repeat(_scale_values(scale), FP4_BLOCK, axis=1)[:, :k]
+    out *= np.repeat(scale_values(scale), FP4_BLOCK, axis=1)[:, :k]
     return out
 
 
@@ -89,7 +89,8 @@ def quantize_fp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (codes[:, 0::2] | (codes[:, 1::2] << 4)).view(np.int8), _to_e8m0(exponent)
 
 
-def _scale_values(scale: np.ndarray) -> np.ndarray:
+def scale_values(scale: np.ndarray) -> np.ndarray:
+    """E8M0 or float scales as float32."""
     if scale.dtype == ml_dtypes.float8_e8m0fnu:
         return _E8M0_VALUES[scale.view(np.uint8)]
     return scale.astype(np.float32)

@@ -23,7 +23,7 @@ from dsjax import checkpoint
 from dsjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from dsjax.engine import Engine
 from dsjax.errors import ConfigError
-from dsjax.load import load_runner, resolve_dtype
+from dsjax.load import keeps_stored, load_runner, resolve_dtype
 from dsjax.model.build import assemble
 from dsjax.request import Request, SamplingParams
 from dsjax.runner.runner import Runner, StepOutput
@@ -105,7 +105,12 @@ def read_golden(path: Path) -> list[Golden]:
 
 
 def verify(
-    path: Path, modes: Sequence[str] = ALL_MODES, *, kv_cache_dtype: str = "auto", dtype: str = "float32"
+    path: Path,
+    modes: Sequence[str] = ALL_MODES,
+    *,
+    kv_cache_dtype: str = "auto",
+    dtype: str = "float32",
+    weight_format: str = "auto",
 ) -> Iterator[Result]:
     """Runs every prompt in every mode: full (whole-sequence forward), paged (prompts whole, several in a step),
     chunk=N (N tokens a step) and token (one token a step in decode shape). Raises ConfigError."""
@@ -113,12 +118,18 @@ def verify(
     prompts = read_golden(path)
     steps = [parse_mode(mode) for mode in modes]
     if "full" in modes:
-        yield from _verify_full(path, config, prompts, dtype)
+        yield from _verify_full(path, config, prompts, dtype, weight_format)
     if any(step is not None for step in steps):
         longest = max(len(p.ids) + len(p.greedy_ids) for p in prompts)
         with_mtp = _has_mtp(path, prompts)
         runner, max_model_len = recording_runner(
-            path, config, longest, kv_cache_dtype=kv_cache_dtype, dtype=dtype, with_mtp=with_mtp
+            path,
+            config,
+            longest,
+            kv_cache_dtype=kv_cache_dtype,
+            dtype=dtype,
+            weight_format=weight_format,
+            with_mtp=with_mtp,
         )
         for mode, num_tokens in zip(modes, steps, strict=True):
             if num_tokens is not None:
@@ -146,11 +157,14 @@ def _has_mtp(path: Path, prompts: list[Golden]) -> bool:
     return checkpoint.has_mtp(path) and any(p.mtp_logits is not None for p in prompts)
 
 
-def _verify_full(path: Path, config: ModelConfig, prompts: list[Golden], dtype: str) -> Iterator[Result]:
+def _verify_full(
+    path: Path, config: ModelConfig, prompts: list[Golden], dtype: str, weight_format: str
+) -> Iterator[Result]:
     with_mtp = _has_mtp(path, prompts)
     compute = resolve_dtype(dtype)
-    params = checkpoint.load_params(path, config, compute.name, include_mtp=with_mtp)
-    graph, state = assemble(config, params, compute, with_mtp=with_mtp)
+    keep = keeps_stored(weight_format, jax.devices()[0].platform)
+    params = checkpoint.load_params(path, config, compute.name, include_mtp=with_mtp, stored=keep)
+    graph, state = assemble(config, params, compute, with_mtp=with_mtp, stored=keep)
 
     @jax.jit
     def forward(state: nnx.State, ids: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -211,6 +225,7 @@ def recording_runner(
     *,
     kv_cache_dtype: str = "auto",
     dtype: str = "float32",
+    weight_format: str = "auto",
     with_mtp: bool = False,
     **cache: Any,
 ) -> tuple[RecordingRunner, int]:
@@ -226,6 +241,7 @@ def recording_runner(
             max_model_len=min(config.max_position_embeddings, longest + 1),
         ),
         dtype=dtype,
+        weight_format=weight_format,
         with_mtp=with_mtp,
         all_logits=True,
         fill=math.nan,  # a read of something unwritten must show

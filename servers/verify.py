@@ -31,6 +31,9 @@ def _main(argv: Sequence[str]) -> int:
     )
     flags.DEFINE_string("kv_cache_dtype", "auto", "auto (the activations'), float32, bfloat16", flag_values=values)
     flags.DEFINE_string("dtype", "float32", "of weights and activations: float32, bfloat16", flag_values=values)
+    flags.DEFINE_string(
+        "weight_format", "auto", "auto (widened on the CPU, else stored), stored, widened", flag_values=values
+    )
     flags.DEFINE_float("atol", 2e-4, "largest allowed difference of a logit", flag_values=values)
     flags.DEFINE_string(
         "compilation_cache_dir",
@@ -49,12 +52,20 @@ def _main(argv: Sequence[str]) -> int:
         parse_mode(mode)
     if values.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype={values.dtype!r} must be one of float32, bfloat16")
+    if values.weight_format not in ("auto", "stored", "widened"):
+        raise ConfigError(f"weight_format={values.weight_format!r} must be one of auto, stored, widened")
     use_compile_cache(values.compilation_cache_dir)
     failed = 0
     folder = Path(folders[0])
     if not folder.is_dir():
         raise ConfigError(f"{folders[0]!r} is not a folder")
-    for result in verify(folder, modes, kv_cache_dtype=values.kv_cache_dtype, dtype=values.dtype):
+    for result in verify(
+        folder,
+        modes,
+        kv_cache_dtype=values.kv_cache_dtype,
+        dtype=values.dtype,
+        weight_format=values.weight_format,
+    ):
         passed = result.passes(values.atol)
         failed += not passed
         mtp = "" if result.mtp_difference is None else f"  mtp {result.mtp_difference:.2e}"

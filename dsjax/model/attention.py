@@ -14,7 +14,7 @@ from dsjax.config import LayerKind, ModelConfig
 from dsjax.model.compressor import Compressor, num_visible
 from dsjax.model.indexer import Indexer
 from dsjax.model.norm import RMSNorm, rms
-from dsjax.model.param import Linear, constant, normal
+from dsjax.model.param import Linear, constant, weight, widen
 from dsjax.model.rope import CosSin, frequencies, rotate
 
 
@@ -24,14 +24,15 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, kind: LayerKind, rngs: nnx.Rngs, dtype: jnp.dtype):
         d, n, h, eps = config.hidden_size, config.num_attention_heads, config.head_dim, config.rms_norm_eps
         groups, rank = config.o_groups, config.o_lora_rank
+        stored = config.quant_method
         self.sink = constant((n,), ("heads",), 0.0)
-        self.wq_a = Linear(rngs, (d, config.q_lora_rank), ("embed", "q_lora"), dtype)
+        self.wq_a = Linear(rngs, (d, config.q_lora_rank), ("embed", "q_lora"), dtype, stored)
         self.q_norm = RMSNorm(config.q_lora_rank, eps, axis="q_lora")
-        self.wq_b = Linear(rngs, (config.q_lora_rank, n * h), ("q_lora", "heads"), dtype)
-        self.wkv = Linear(rngs, (d, h), ("embed", "kv"), dtype)
+        self.wq_b = Linear(rngs, (config.q_lora_rank, n * h), ("q_lora", "heads"), dtype, stored)
+        self.wkv = Linear(rngs, (d, h), ("embed", "kv"), dtype, stored)
         self.kv_norm = RMSNorm(h, eps, axis="kv")
-        self.wo_a = GroupedLinear(rngs, (groups, n * h // groups, rank), dtype)
-        self.wo_b = Linear(rngs, (groups * rank, d), ("o_lora", "embed"), dtype)
+        self.wo_a = GroupedLinear(rngs, (groups, n * h // groups, rank), dtype, stored)
+        self.wo_b = Linear(rngs, (groups * rank, d), ("o_lora", "embed"), dtype, stored)
         if kind is not LayerKind.SLIDING:
             self.compressor = Compressor(
                 d, h, config.ratio(kind), kind is LayerKind.CSA, frequencies(config, kind), eps, rngs, dtype
@@ -85,10 +86,12 @@ class Attention(nnx.Module):
 class GroupedLinear(nnx.Module):
     """Each group of heads times its own matrix: [T, G, in] -> [T, G * out]."""
 
-    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], dtype: jnp.dtype):
-        self.kernel = normal(rngs, shape, ("group", None, "o_lora"), dtype)  # [G, in, out]
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], dtype: jnp.dtype, stored: str | None = None):
+        # [G, in, out]
+        self.kernel, self.scale = weight(rngs, shape, ("group", None, "o_lora"), dtype, stored)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         # tgi,gio->gto: the ->tgo form in bf16 is UNIMPLEMENTED at run time on XLA's CPU
-        y = jnp.einsum("tgi,gio->gto", x, self.kernel[...], preferred_element_type=jnp.float32)
+        kernel = widen(self.kernel, self.scale, x.dtype)
+        y = jnp.einsum("tgi,gio->gto", x, kernel, preferred_element_type=jnp.float32)
         return y.transpose(1, 0, 2).reshape(x.shape[0], -1).astype(x.dtype)

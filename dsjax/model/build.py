@@ -14,19 +14,21 @@ from dsjax.errors import ConfigError
 from dsjax.model.transformer import Transformer
 
 
-def abstract(config: ModelConfig, dtype: jnp.dtype, *, with_mtp: bool) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract(
+    config: ModelConfig, dtype: jnp.dtype, *, with_mtp: bool, stored: bool = False
+) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's graph and its parameters as shapes, without allocating any."""
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype, with_mtp=with_mtp)))
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype, with_mtp=with_mtp, stored=stored)))
 
 
 def assemble(
-    config: ModelConfig, params: Mapping[str, np.ndarray], dtype: jnp.dtype, *, with_mtp: bool
+    config: ModelConfig, params: Mapping[str, np.ndarray], dtype: jnp.dtype, *, with_mtp: bool, stored: bool = False
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Puts arrays {dotted path: array} (as `checkpoint.load_params` returns them) into the model.
 
     Raises ConfigError if a path or shape is not the model's.
     """
-    graph, state = abstract(config, dtype, with_mtp=with_mtp)
+    graph, state = abstract(config, dtype, with_mtp=with_mtp, stored=stored)
     flat = dict(nnx.to_flat_state(state))
     names = {".".join(map(str, path)): path for path in flat}
     if names.keys() != params.keys():

@@ -18,7 +18,7 @@ class Indexer(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
         heads, width = config.index_n_heads, config.index_head_dim
-        self.wq_b = Linear(rngs, (config.q_lora_rank, heads * width), ("q_lora", "heads"), dtype)
+        self.wq_b = Linear(rngs, (config.q_lora_rank, heads * width), ("q_lora", "heads"), dtype, config.quant_method)
         self.weights_proj = Linear(rngs, (config.hidden_size, heads), ("embed", "heads"), dtype)
         self.compressor = Compressor(
             config.hidden_size,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.config import ModelConfig
-from dsjax.model.param import HIGHEST, Buffer, Linear, constant, normal
+from dsjax.model.param import HIGHEST, Buffer, Linear, constant, normal, weight, widen
 from pallas_kernels.grouped_matmul import group_tiles, grouped_matmul
 
 
@@ -51,30 +51,36 @@ class Gate(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The routed experts' weights, stacked: w13 [E, D, 2F] (gate, then up) and w2 [E, F, D]."""
+    """The routed experts' weights, stacked: w13 [E, D, 2F] (gate, then up) and w2 [E, F, D], stored or in `dtype`."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
         e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        self.w13 = normal(rngs, (e, d, 2 * f), ("expert", "embed", "ffn"), dtype)
-        self.w2 = normal(rngs, (e, f, d), ("expert", "ffn", "embed"), dtype)
+        stored = config.expert_format
+        self.w13, self.w13_scale = weight(rngs, (e, d, 2 * f), ("expert", "embed", "ffn"), dtype, stored)
+        self.w2, self.w2_scale = weight(rngs, (e, f, d), ("expert", "ffn", "embed"), dtype, stored)
         self.config = config
 
     def dense(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
-        """Every expert on every token, then the chosen ones summed: differentiable, and exact. -> [T, D] float32."""
+        """Every expert on every token, then the chosen ones summed: differentiable, and exact. -> [T, D] float32.
+
+        Widens all stored experts at once: a form for checking and training, not for serving.
+        """
+        w13, w2 = widen(self.w13, self.w13_scale, x.dtype), widen(self.w2, self.w2_scale, x.dtype)
         by_expert = jnp.einsum(
             "tk,tke->te", weights, jax.nn.one_hot(experts, self.config.n_routed_experts, dtype=jnp.float32)
         )
-        hidden = jnp.einsum("td,edf->etf", x, self.w13[...], preferred_element_type=jnp.float32)
+        hidden = jnp.einsum("td,edf->etf", x, w13, preferred_element_type=jnp.float32)
         hidden = clamped_swiglu(hidden, self.config.swiglu_limit) * by_expert.T[..., None]
-        return jnp.einsum("etf,efd->td", hidden.astype(x.dtype), self.w2[...], preferred_element_type=jnp.float32)
+        return jnp.einsum("etf,efd->td", hidden.astype(x.dtype), w2, preferred_element_type=jnp.float32)
 
     def grouped(self, x: jax.Array, experts: jax.Array, weights: jax.Array, num_tokens: jax.Array) -> jax.Array:
         """Only the chosen experts, tokens sorted by expert: work is proportional to `num_tokens`. -> [T, D] float32."""
         num_rows, k = experts.shape
         tiles = group_tiles(experts, num_tokens, self.config.n_routed_experts)
         rows = jnp.take(x, tiles.source // k, axis=0, mode="fill", fill_value=0)  # [P, D]
-        hidden = clamped_swiglu(grouped_matmul(rows, self.w13[...], tiles), self.config.swiglu_limit)
-        out = grouped_matmul(hidden.astype(x.dtype), self.w2[...], tiles)  # [P, D] float32
+        w13_scale, w2_scale = (None if scale is None else scale[...] for scale in (self.w13_scale, self.w2_scale))
+        hidden = clamped_swiglu(grouped_matmul(rows, self.w13[...], tiles, w13_scale), self.config.swiglu_limit)
+        out = grouped_matmul(hidden.astype(x.dtype), self.w2[...], tiles, w2_scale)  # [P, D] float32
         out = jnp.take(out, tiles.destination, axis=0, mode="fill", fill_value=0).reshape(num_rows, k, -1)
         return jnp.sum(out * weights[..., None], axis=1)
 
@@ -84,8 +90,8 @@ class SharedExpert(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
         f = config.moe_intermediate_size * config.n_shared_experts
-        self.w13 = Linear(rngs, (config.hidden_size, 2 * f), ("embed", "ffn"), dtype)
-        self.w2 = Linear(rngs, (f, config.hidden_size), ("ffn", "embed"), dtype)
+        self.w13 = Linear(rngs, (config.hidden_size, 2 * f), ("embed", "ffn"), dtype, config.quant_method)
+        self.w2 = Linear(rngs, (f, config.hidden_size), ("ffn", "embed"), dtype, config.quant_method)
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:

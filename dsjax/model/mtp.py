@@ -21,8 +21,8 @@ class MTP(nnx.Module):
         d, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(d, eps)
         self.hnorm = RMSNorm(d, eps)
-        self.e_proj = Linear(rngs, (d, d), ("embed", None), dtype)
-        self.h_proj = Linear(rngs, (d, d), ("embed", None), dtype)
+        self.e_proj = Linear(rngs, (d, d), ("embed", None), dtype, config.quant_method)
+        self.h_proj = Linear(rngs, (d, d), ("embed", None), dtype, config.quant_method)
         self.block = block  # a transformer.Block; the transformer builds it, since it imports this module
         self.hc_head = HyperHead(config, rngs)
         self.norm = RMSNorm(d, eps)

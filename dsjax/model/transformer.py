@@ -76,9 +76,21 @@ class Embed(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """DeepSeek-V4. `rngs` draws initial weights; `dtype` stores kernels and is the activations' type."""
+    """DeepSeek-V4. `rngs` draws initial weights; `dtype` stores kernels and is the activations' type.
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32, *, with_mtp: bool = False):
+    With `stored`, the weights that a quantised checkpoint has in FP8 and FP4 stay so and are widened where used.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype = jnp.float32,
+        *,
+        with_mtp: bool = False,
+        stored: bool = False,
+    ):
+        config = config if stored else config.widened()
         self.embed = Embed(config, rngs, dtype)
         self.layers = nnx.List(
             [Block(config, kind, i < config.num_hash_layers, rngs, dtype) for i, kind in enumerate(config.layer_kinds)]

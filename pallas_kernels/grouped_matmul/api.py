@@ -52,16 +52,18 @@ def group_tiles(groups: jax.Array, num_rows: jax.Array, num_groups: int) -> Tile
     return Tiles(source, destination, jnp.minimum(group, num_groups - 1), end[-1].astype(jnp.int32))
 
 
-def grouped_matmul(x: jax.Array, weights: jax.Array, tiles: Tiles) -> jax.Array:
+def grouped_matmul(x: jax.Array, weights: jax.Array, tiles: Tiles, scale: jax.Array | None = None) -> jax.Array:
     """x [P, K] in the order of `tiles`, weights [G, K, N] -> [P, N] float32; rows of unused tiles are zero.
 
+    With a `scale`, `weights` are FP8 or FP4 codes (see `pallas_kernels.dequantize`), widened a group at a time.
     Raises ValueError for shapes that do not fit.
     """
     if x.ndim != 2 or x.shape[0] != tiles.source.shape[0]:
         raise ValueError(f"grouped_matmul: x {x.shape} must have the plan's {tiles.source.shape[0]} rows")
-    if weights.ndim != 3 or weights.shape[1] != x.shape[1]:
+    packed = 2 if weights.dtype == jnp.int8 else 1
+    if weights.ndim != 3 or weights.shape[1] * packed != x.shape[1]:
         raise ValueError(f"grouped_matmul: weights {weights.shape} do not fit x {x.shape}")
-    return xla.grouped_matmul(x, weights, tiles.group, tiles.num_tiles)
+    return xla.grouped_matmul(x, weights, tiles.group, tiles.num_tiles, scale)
 
 
 def _tile_rows(num_assignments: int, num_groups: int) -> int:

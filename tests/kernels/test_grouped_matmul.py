@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.dequantize import dequantize
 from pallas_kernels.grouped_matmul import group_tiles, grouped_matmul, reference
 
 
@@ -37,6 +39,29 @@ def test_every_assignment_gets_its_groups_product(num_tokens, k, groups, used, o
     want = np.einsum("td,tkdf->tkf", x, weights[chosen])
     want[used:] = 0
     np.testing.assert_allclose(got, want, atol=1e-4)  # sums of 32 products in another order
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])  # a gather, and a loop over tiles
+@pytest.mark.parametrize("form", ["fp4", "fp8"])
+def test_stored_weights_give_what_widened_ones_give(num_tokens, form):
+    rng = np.random.default_rng(0)
+    chosen = np.stack([rng.permutation(6)[:2] for _ in range(num_tokens)]).astype(np.int32)
+    x = rng.normal(size=(num_tokens, 64)).astype(np.float32)
+    if form == "fp4":
+        codes, scale = rng.integers(-128, 128, (6, 32, 24)).astype(np.int8), rng.integers(110, 140, (6, 2, 24))
+        scale = scale.astype(np.uint8)
+    else:
+        codes = rng.normal(size=(6, 64, 24)).astype(ml_dtypes.float8_e4m3fn)
+        scale = rng.uniform(0.1, 1, (6, 1, 1)).astype(np.float32)
+
+    @jax.jit
+    def run(weights, scale):
+        tiles = group_tiles(chosen, num_tokens, 6)
+        rows = jnp.take(x, tiles.source // 2, axis=0, mode="fill", fill_value=0)
+        return grouped_matmul(rows, weights, tiles, scale)
+
+    widened = dequantize(jnp.asarray(codes), jnp.asarray(scale), jnp.float32)
+    np.testing.assert_array_equal(run(codes, scale), run(widened, None))
 
 
 def test_work_is_proportional_to_the_tokens_in_use():

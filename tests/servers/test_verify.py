@@ -53,6 +53,7 @@ def test_a_changed_logit_or_token_fails(tmp_path, capsys):
         (["/no/such/folder"], "'/no/such/folder' is not a folder"),
         ([str(SET), "--mode=chunk=0"], "mode='chunk=0' must be full, paged, chunk=N or token"),
         ([str(SET), "--dtype=int8"], "dtype='int8' must be one of float32, bfloat16"),
+        ([str(SET), "--weight_format=fp4"], "weight_format='fp4' must be one of auto, stored, widened"),
         ([str(SET), "--kv_cache_dtype=int3", "--mode=paged"], "kv_cache_dtype='int3' must be one of"),
         ([str(SET), "--what"], "what"),
     ],
