@@ -418,6 +418,7 @@ class DistributedConfig:
     num_processes: int = 1
     process_id: int = 0
     peer_timeout_s: float = 10.0  # a process not heard of for so long is dead, and with it the engine
+    key_file: str = ""  # a secret that all share, without which none can join; "" is for networks that are trusted
 
     def __post_init__(self):
         _at_least(self, 1, "num_processes")
