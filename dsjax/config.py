@@ -337,7 +337,11 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What one step may hold and how many requests may wait."""
+    """What one step may hold and how many requests may wait.
+
+    `max_num_seqs` and `max_num_batched_tokens` are limits of each data shard, as of each engine of vLLM's data parallel
+    ones: with `data_parallel_size` 4, four times as many requests run. `max_num_waiting` is of the whole engine.
+    """
 
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 256

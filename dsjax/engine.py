@@ -32,6 +32,7 @@ class EngineStats:
 
     num_waiting: int
     num_running: int
+    num_running_per_shard: tuple[int, ...]
     num_pages_total: int
     num_pages_free: int
     num_pages_cached: int  # free as soon as someone wants them
@@ -314,6 +315,7 @@ class Engine:
         return EngineStats(
             num_waiting=len(self.scheduler.waiting),
             num_running=self.scheduler.num_running,
+            num_running_per_shard=tuple(len(shard.running) for shard in self.scheduler.shards),
             num_pages_total=sum(cache.num_total for cache in caches),
             num_pages_free=sum(cache.num_free for cache in caches),
             num_pages_cached=sum(cache.num_cached for cache in caches),

@@ -105,26 +105,33 @@ class CacheManager:
         """Whether a request of so many tokens, prompt and output, can run when alone."""
         return num_tokens <= self.spec.max_request_tokens
 
-    def match(self, tokens: Sequence[int], salt: str) -> PrefixMatch:
-        """What `admit` would find; changes nothing."""
-        return self.prefix.match(tokens, UnitHashes(salt, self.spec.unit_tokens))
+    def match(self, tokens: Sequence[int], salt: str, hashes: UnitHashes | None = None) -> PrefixMatch:
+        """What `admit` would find; changes nothing but `hashes`."""
+        return self.prefix.match(tokens, hashes or UnitHashes(salt, self.spec.unit_tokens))
 
     # --- admitting and extending -------------------------------------------------------------------
 
     def admit(
-        self, request_id: str, tokens: Sequence[int], salt: str, use_prefix_cache: bool, num_first_tokens: int
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        salt: str,
+        use_prefix_cache: bool,
+        num_first_tokens: int,
+        hashes: UnitHashes | None = None,
     ) -> Admission | None:
         """Gives the request a slot and what the prefix cache has of `tokens` (all it has so far, at least one).
 
         None, and nothing changed, if no slot is free or the pages for `num_first_tokens` tokens after the hit are
         not to be had. After an Admission, `extend` by up to that many succeeds if called before other requests'.
+        `hashes` are those of the same salt and tokens, if the caller has them already: long prompts take long.
         """
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is running already")
         if not self._free_slots:
             return None
         caches_prefix = use_prefix_cache and self.spec.num_snapshots > 0
-        hashes = UnitHashes(salt, self.spec.unit_tokens)
+        hashes = hashes or UnitHashes(salt, self.spec.unit_tokens)
         match = self.prefix.match(tokens, hashes) if caches_prefix else PrefixMatch()
         request = RequestCache(
             request_id=request_id,

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsjax.cache.manager import CacheManager
+from dsjax.cache.prefix import UnitHashes
 from dsjax.config import SchedulerConfig
 from dsjax.errors import ErrorCode, RequestError
 from dsjax.request import Request, Status
-from dsjax.scheduler.placement import Candidate, preferred
+from dsjax.scheduler.placement import preferred
 from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
 from dsjax.scheduler.shard import Shard
 
@@ -45,6 +46,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()  # those with a rank first, in its order; then the others as they came
         self.counters = Counters()
         self._next_rank = 0
+        self._head: Request | None = None  # the last that fitted no shard, and its hashes: it is tried in every step
+        self._hashes = UnitHashes("", 1)
 
     @property
     def running(self) -> list[Request]:
@@ -99,36 +102,23 @@ class Scheduler:
         self.waiting.extendleft(reversed(skipped))
 
     def _place(self, request: Request) -> bool:
-        """Admits the request on the most preferred shard that takes it."""
+        """Admits the request on the first of the preferred shards that takes it."""
         if request.rank < 0:
             request.rank, self._next_rank = self._next_rank, self._next_rank + 1
-        if not any(self.shards[index].admit(request) for index in self._order(request)):
+        if self._head is not request:
+            self._head, self._hashes = request, UnitHashes(request.cache_salt, self.shards[0].cache.spec.unit_tokens)
+        shards = self.shards
+        if len(shards) > 1:
+            order = preferred([shard.candidate(request, self._hashes) for shard in shards if shard.has_room])
+            shards = [shards[index] for index in order]
+        if not any(shard.admit(request, self._hashes) for shard in shards):
             return False
+        self._head = None
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed
             self.counters.num_prompt_tokens += request.num_prompt_tokens
             self.counters.num_cached_tokens += request.num_cached
         return True
-
-    def _order(self, request: Request) -> list[int]:
-        """Open shards in the order to try."""
-        shards = [shard for shard in self.shards if shard.is_open]
-        if len(shards) == 1:
-            return [shards[0].index]  # nothing to compare
-        candidates = []
-        for shard in shards:
-            cache, hit = shard.cache, 0
-            if request.reads_prefix_cache:
-                hit = cache.match(request.token_ids, request.cache_salt).num_tokens
-            candidates.append(
-                Candidate(
-                    num_tokens=shard.num_tokens_left + request.num_tokens - hit,
-                    usage=cache.usage,
-                    num_held=cache.num_total - cache.num_free,
-                    index=shard.index,
-                )
-            )
-        return preferred(candidates)
 
     @staticmethod
     def _awaits_sibling(request: Request) -> bool:

@@ -6,8 +6,10 @@ import bisect
 from collections.abc import Sequence
 
 from dsjax.cache.manager import CacheManager
+from dsjax.cache.prefix import UnitHashes
 from dsjax.config import SchedulerConfig
 from dsjax.request import Request, Status
+from dsjax.scheduler.placement import Candidate
 from dsjax.scheduler.plan import RowPlan, ShardPlan
 
 
@@ -22,14 +24,33 @@ class Shard:
         self._preempted = False  # nobody is admitted in a step for which pages were missing
 
     @property
+    def has_room(self) -> bool:
+        """Whether a new request may come once a step has budget for it."""
+        return not self._preempted and len(self.running) < self.config.max_num_seqs
+
+    @property
     def is_open(self) -> bool:
         """Whether the step being planned may take a new request."""
-        return not self._preempted and self._budget > 0 and len(self.running) < self.config.max_num_seqs
+        return self.has_room and self._budget > 0
 
     @property
     def num_tokens_left(self) -> int:
         """Tokens that running requests have and no dispatched step computed: prompts' ends, and one a decoding row."""
         return sum(request.num_tokens - request.num_computed for request in self.running)
+
+    def candidate(self, request: Request, hashes: UnitHashes) -> Candidate:
+        """What this shard would be for a waiting request."""
+        cache, hit = self.cache, 0
+        if request.reads_prefix_cache:
+            hit = cache.match(request.token_ids, request.cache_salt, hashes).num_tokens
+        return Candidate(
+            num_tokens=self.num_tokens_left + request.num_tokens - hit,
+            usage=cache.usage,
+            num_held=cache.num_total - cache.num_free,
+            index=self.index,
+            num_cached=hit,
+            has_budget=self._budget > 0,
+        )
 
     def plan_running(self) -> list[Request]:
         """Begins a step with rows for the running requests. Returns those preempted because pages were missing."""
@@ -76,14 +97,14 @@ class Shard:
         )
         self._budget -= num_new
 
-    def admit(self, request: Request) -> bool:
+    def admit(self, request: Request, hashes: UnitHashes) -> bool:
         """Gives a waiting request a slot, pages and its first row. False, and nothing changed, if it does not fit."""
         remaining = request.num_tokens - request.num_computed
         if not self.is_open or (not self.config.enable_chunked_prefill and remaining > self._budget and self.rows):
             return False
         first = min(remaining, self._budget, self.cache.spec.max_chunk_tokens)
         admission = self.cache.admit(
-            request.request_id, request.token_ids, request.cache_salt, request.reads_prefix_cache, first
+            request.request_id, request.token_ids, request.cache_salt, request.reads_prefix_cache, first, hashes
         )
         if admission is None:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsjax.cache.manager import NO_BOUNDARY, Admission, CacheManager
+from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.spec import Copy, EntryKind
 from tests.cache.device_model import DeviceModel, prefix_names
 from tests.cache.specs import cache_spec
@@ -260,3 +261,11 @@ def test_token_still_on_the_device_takes_no_snapshot():
     runner.manager.release("a", known, 14, snapshot=True)
     assert runner.manager.match([*known, 1, 2], "").num_tokens == 12
     runner.manager.check()
+
+
+def test_hashes_that_the_caller_keeps_are_not_computed_again():
+    manager, tokens, hashes = CacheManager(cache_spec()), list(range(40)), UnitHashes("salt", 8)
+    assert manager.match(tokens, "salt", hashes).num_tokens == 0
+    assert len(hashes.digests) == 6  # of 0 to 5 units
+    assert manager.admit("a", tokens, "salt", True, 32, hashes) is not None
+    assert manager.request("a").hashes is hashes

@@ -68,8 +68,9 @@ class Traffic:
             assert not self.engine.cancel(name)
             self.forget(name)
             self.num_cancelled += 1
-        if scheduler.running and rng.random() < 0.03:
-            scheduler._preempt(scheduler.running[-1])
+        busy = [shard for shard in scheduler.shards if shard.running]
+        if busy and rng.random() < 0.03:
+            scheduler._preempt(rng.choice(busy).running[-1])
         if rng.random() < 0.002:
             self.engine.reset_prefix_cache()
 
@@ -124,7 +125,8 @@ class Traffic:
         assert 0 <= stats.kv_cache_usage <= 1
         assert stats.num_pages_free >= 0 and stats.num_pages_cached >= 0
         assert stats.num_pages_free + stats.num_pages_cached <= stats.num_pages_total
-        assert 0 <= stats.num_running <= self.engine.config.scheduler.max_num_seqs
+        assert all(0 <= num <= self.engine.config.scheduler.max_num_seqs for num in stats.num_running_per_shard)
+        assert stats.num_running == sum(stats.num_running_per_shard)
         assert stats.num_waiting + stats.num_running == len({r.request_id for r in self.requests()})
         assert stats.num_requests - stats.num_finished == stats.num_waiting + stats.num_running
         assert {r.parent_id for r in self.requests()} == set(self.live)
@@ -141,6 +143,14 @@ POOLS = {
     "one at a time": {"max_num_seqs": 1},
     "no prefix cache": {"cache": {"enable_prefix_caching": False}, "num_pages": {EntryKind.CSA: 5}},
     "chunks of one": {"max_num_batched_tokens": 4, "num_pages": {EntryKind.CSA: 5}},
+    "two shards": {"num_shards": 2, "num_pages": {EntryKind.CSA: 5, EntryKind.HCA: 12}},
+    "four small shards": {
+        "num_shards": 4,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 8,
+        "num_pages": {EntryKind.CSA: 4},
+    },
+    "two shards without chunks": {"num_shards": 2, "enable_chunked_prefill": False, "max_num_batched_tokens": 64},
 }
 
 
@@ -148,11 +158,13 @@ POOLS = {
 def test_random_traffic(name):
     engine = fake_engine(tokenizer=ByteTokenizer(), **POOLS[name])
     traffic = Traffic(engine, seed=7, num_requests=340)
-    traffic.run(per_step=0.3 if name != "one at a time" else 0.1)
+    traffic.run(per_step={"one at a time": 0.1, "two shards": 0.45, "four small shards": 0.5}.get(name, 0.3))
     assert traffic.num_finished > 250 and traffic.num_cancelled > 10 and traffic.num_expired > 5
     assert traffic.num_hits > 20 or name == "no prefix cache"
     assert engine.stats().num_preemptions > 5
     assert not traffic.live and engine._live == engine._by_request == {} and engine._deadlines == 0
+    shards = {row.shard for step in engine.runner.sent for row in step}
+    assert shards == set(range(engine.runner.num_shards))
     assert_idle(engine)
     engine.reset_prefix_cache()
     stats = engine.stats()
