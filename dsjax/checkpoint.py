@@ -1,7 +1,7 @@
 """DeepSeek-V4 checkpoints: read into the model's parameters, and written.  [no jax]
 
-`iter_params` checks every tensor's presence, dtype and shape from the headers before it reads one, then makes one
-parameter at a time, so the peak is one parameter and one dequantised tensor.
+`open_params` checks every tensor's presence, dtype and shape from the headers and reads none; a parameter is made when
+it is asked for, so the peak is one parameter and one dequantised tensor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from dsjax.checkpoint_names import (
 from dsjax.config import ModelConfig
 from dsjax.errors import ConfigError
 
-__all__ = ["expected_params", "has_mtp", "iter_params", "load_params", "save_checkpoint"]
+__all__ = ["expected_params", "has_mtp", "load_params", "open_params", "save_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,30 @@ def has_mtp(path: str | Path) -> bool:
 
 
 def load_params(path: str | Path, config: ModelConfig, dtype: str = "float32", **options: Any) -> dict[str, np.ndarray]:
-    """{dotted path: array} of every parameter of the checkpoint in folder `path`: `iter_params`, all at once."""
-    return dict(iter_params(path, config, dtype, **options))
+    """{dotted path: array} of every parameter of the checkpoint in folder `path`: `open_params`, all read."""
+    return dict(open_params(path, config, dtype, **options))
 
 
-def iter_params(
+class CheckpointParams(Mapping[str, np.ndarray]):
+    """{dotted path: array}, each made from the files whenever it is asked for."""
+
+    def __init__(self, params: list[Param], make: Callable[[Param], np.ndarray]):
+        self._params, self._make = {p.path: p for p in params}, make
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        return self._make(self._params[path])
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._params  # Mapping's own would read it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+
+def open_params(
     path: str | Path,
     config: ModelConfig,
     dtype: str = "float32",
@@ -72,13 +91,13 @@ def iter_params(
     include_mtp: bool = True,
     stored: bool = False,
     progress: bool = False,
-) -> Iterator[tuple[str, np.ndarray]]:
-    """(dotted path, array) of every parameter of the checkpoint in folder `path`, one made at a time.
+) -> CheckpointParams:
+    """Every parameter of the checkpoint in folder `path`, checked now and read when asked for.
 
-    Quantised weights are decoded or, with `stored`, come as their codes and then their scale, bytes untouched.
+    Quantised weights are decoded or, with `stored`, are two parameters, codes and scale, whose bytes are untouched.
     `dtype` ("float32" or "bfloat16") is that of the "model" parameters of `expected_params`. The MTP block is among
-    them if it is wanted, announced by `config` and there (`has_mtp`). Raises ConfigError, at the first step, listing
-    what is missing, superfluous, of another shape or dtype, or cut short.
+    them if it is wanted, announced by `config` and there (`has_mtp`). Raises ConfigError listing what is missing,
+    superfluous, of another shape or dtype, or cut short.
     """
     if dtype not in _PARAM_DTYPES:
         raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(_PARAM_DTYPES)}")
@@ -99,10 +118,9 @@ def iter_params(
     if stored:
         params = stored_params(config, params)
     _raise_if(path, _check(params, tensors))
-    total = sum(t.nbytes for t in tensors.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress) as bar:
-        for param in params:
-            yield param.path, _assemble(param, tensors, dtype, config.n_routed_experts, bar)
+    total = sum(tensors[s.name].nbytes for p in params for s in p.sources if s.kind is not SourceKind.SCALE)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=not progress)
+    return CheckpointParams(params, lambda param: _assemble(param, tensors, dtype, config.n_routed_experts, bar))
 
 
 def _without_prefix(stored: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -191,6 +209,8 @@ def _assemble(param: Param, tensors: Mapping[str, Stored], dtype: str, num_exper
         piece = oriented[source.index]
         piece[...] = values.reshape(piece.shape)
         bar.update(tensors[source.name].nbytes if source.kind is not SourceKind.SCALE else 0)
+    if bar.n >= bar.total:
+        bar.close()
     return out
 
 

@@ -73,7 +73,7 @@ def load_runner(
     stored = compute if cache.kv_cache_dtype == "auto" else jnp.dtype(cache.kv_cache_dtype)
     spec = CacheSpec.of(config, cache, scheduler, max_model_len, stored.itemsize, num_mtp_layers=int(with_mtp))
     keep = keeps_stored(weight_format, jax.devices()[0].platform)
-    params = checkpoint.load_params(path, config, compute.name, include_mtp=with_mtp, stored=keep, progress=progress)
+    params = checkpoint.open_params(path, config, compute.name, include_mtp=with_mtp, stored=keep, progress=progress)
     graph, state = assemble(config, params, compute, with_mtp=with_mtp, stored=keep)
     runner = Runner(
         config=config,

@@ -163,7 +163,7 @@ def _verify_full(
     with_mtp = _has_mtp(path, prompts)
     compute = resolve_dtype(dtype)
     keep = keeps_stored(weight_format, jax.devices()[0].platform)
-    params = checkpoint.load_params(path, config, compute.name, include_mtp=with_mtp, stored=keep)
+    params = checkpoint.open_params(path, config, compute.name, include_mtp=with_mtp, stored=keep)
     graph, state = assemble(config, params, compute, with_mtp=with_mtp, stored=keep)
 
     @jax.jit

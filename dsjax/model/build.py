@@ -37,9 +37,10 @@ def assemble(
         )
     for name, path in names.items():
         want = flat[path]
-        if want.shape != params[name].shape:
-            raise ConfigError(f"parameter {name} has shape {params[name].shape}, the model wants {want.shape}")
-        flat[path] = want.replace(jnp.asarray(params[name], want.dtype))
+        array = params[name]  # once: a checkpoint reads it
+        if want.shape != array.shape:
+            raise ConfigError(f"parameter {name} has shape {array.shape}, the model wants {want.shape}")
+        flat[path] = want.replace(jnp.asarray(array, want.dtype))
     return graph, nnx.from_flat_state(flat)
 
 
