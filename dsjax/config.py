@@ -315,9 +315,10 @@ def _yarn(scaling: Mapping[str, Any] | None) -> YarnConfig | None:
 class CacheConfig:
     """The paged cache.
 
-    `block_size` is the number of entries of a WINDOW, CSA or INDEX_KEY page (an HCA page has a quarter of it);
-    `num_gpu_blocks_override` fixes the number of tokens the compressed pools hold, in pages of `block_size` tokens;
-    0 sizes them for `max_num_seqs` requests of `max_model_len`, at most `cache_memory_bytes`.
+    `block_size` is the number of entries of a WINDOW, CSA or INDEX_KEY page on a device (an HCA page has a quarter of
+    it); a page spans `kv_parallel` devices. `num_gpu_blocks_override` fixes the number of tokens the compressed pools
+    hold, in pages of `block_size` x `kv_parallel` tokens; 0 sizes them for `max_num_seqs` requests of `max_model_len`,
+    at most `cache_memory_bytes` a device.
     """
 
     block_size: int = 64

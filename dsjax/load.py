@@ -13,11 +13,13 @@ import jax.numpy as jnp
 
 from dsjax import checkpoint
 from dsjax.cache.spec import CacheSpec
-from dsjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from dsjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from dsjax.engine import Engine
 from dsjax.errors import ConfigError
-from dsjax.model.build import assemble
+from dsjax.model.build import assemble_on_mesh
+from dsjax.model.stages import Stages
 from dsjax.runner.runner import Runner
+from dsjax.sharding import Placement, Rules, make_mesh
 from dsjax.tokenizer import Tokenizer
 
 log = logging.getLogger("dsjax")
@@ -53,6 +55,7 @@ def load_runner(
     *,
     cache: CacheConfig,
     scheduler: SchedulerConfig,
+    parallel: ParallelConfig | None = None,
     dtype: str = "auto",
     weight_format: str = "auto",
     progress: bool = False,
@@ -69,18 +72,33 @@ def load_runner(
             f"max_model_len={max_model_len} is more than the model's max_position_embeddings="
             f"{config.max_position_embeddings}"
         )
+    parallel = parallel or ParallelConfig()
+    mesh, rules = make_mesh(parallel), Rules.of(config, parallel)
+    stages = Stages.of(config, parallel.pipeline_parallel_size)
     compute = resolve_dtype(dtype)
     stored = compute if cache.kv_cache_dtype == "auto" else jnp.dtype(cache.kv_cache_dtype)
-    spec = CacheSpec.of(config, cache, scheduler, max_model_len, stored.itemsize, num_mtp_layers=int(with_mtp))
-    keep = keeps_stored(weight_format, jax.devices()[0].platform)
+    spec = CacheSpec.of(
+        stages.config,
+        cache,
+        scheduler,
+        max_model_len,
+        stored.itemsize,
+        num_mtp_layers=int(with_mtp),
+        num_parts=parallel.kv_parallel,
+    )
+    keep = keeps_stored(weight_format, mesh.devices.flat[0].platform)
     params = checkpoint.open_params(path, config, compute.name, include_mtp=with_mtp, stored=keep, progress=progress)
-    graph, state = assemble(config, params, compute, with_mtp=with_mtp, stored=keep)
+    placement = Placement(mesh, rules)
+    graph, state = assemble_on_mesh(stages, params, compute, placement, with_mtp=with_mtp, stored=keep)
     runner = Runner(
-        config=config,
+        config=stages.config,
         graph=graph,
         params=state,
         spec=spec,
         scheduler=scheduler,
+        mesh=mesh,
+        active=stages.active,
+        num_microbatches=parallel.num_microbatches or parallel.pipeline_parallel_size,
         dtype=compute,
         cache_dtype=stored,
         **options,
@@ -99,6 +117,7 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
         model_config,
         cache=config.cache,
         scheduler=config.scheduler,
+        parallel=config.parallel,
         dtype=config.dtype,
         weight_format=config.weight_format,
         progress=progress,

@@ -3,6 +3,10 @@
 Queries come in blocks: B consecutive tokens of one row, the last block of a row partly filled. A decode step has B = 1.
 Pools are [layers * pages, entries_per_page, width]; a page table holds page ids of one layer, the same for every layer
 of a kind, so layer l reads page `id + l * pages`. Page ids of unused table places may be anything: they are masked.
+
+Where several devices share a cache, every page's entries are dealt out over them: entry e of a row is on device
+e % count, as the (e // count)-th entry there. Ids and tables are the same on all; each reads its entries, and what
+they make of them is merged.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import collectives
 
 
 class QueryBlocks(NamedTuple):
@@ -22,12 +28,23 @@ class QueryBlocks(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """One layer's view of a paged pool."""
+    """One layer's view of a paged pool, or of the part of it that this device holds."""
 
     pool: jax.Array  # [layers * num_pages, entries_per_page, width]
     table: jax.Array  # [R, P] int32, page ids in [0, num_pages)
-    layer: int
+    layer: int | jax.Array
     num_pages: int
+    axis: str = ""  # mesh axis whose devices share the pages; "" is this device alone
+
+    @property
+    def count(self) -> int:
+        """Devices that share the pages."""
+        return collectives.size(self.axis) if self.axis else 1
+
+    @property
+    def index(self) -> jax.Array | int:
+        """Which of them this is."""
+        return collectives.index(self.axis) if self.axis else 0
 
     @property
     def entries_per_page(self) -> int:
@@ -35,7 +52,18 @@ class Pages(NamedTuple):
 
     @property
     def max_entries(self) -> int:
+        """Entries of a row that fit here."""
         return self.table.shape[1] * self.pool.shape[1]
+
+    def num_here(self, num_entries: jax.Array) -> jax.Array:
+        """How many of a row's first `num_entries` entries are here."""
+        if self.count == 1:
+            return num_entries
+        return (num_entries + (self.count - 1 - self.index)) // self.count
+
+    def entry(self, place: jax.Array) -> jax.Array:
+        """Which entry of its row the `place`-th one here is."""
+        return place if self.count == 1 else place * self.count + self.index
 
     def read_pages(self, row: jax.Array, first_page: jax.Array, count: int) -> jax.Array:
         """Whole pages first_page .. first_page + count of each row in row [NB] -> [NB, count * entries, width]."""
@@ -44,7 +72,7 @@ class Pages(NamedTuple):
         return pages.reshape(row.shape[0], count * self.entries_per_page, -1)
 
     def read_rows(self, row: jax.Array, index: jax.Array, valid: jax.Array) -> jax.Array:
-        """Entries index [NB, K] (ring index over the table) of rows row [NB]; zero where not `valid`."""
+        """The index-th entries here, index [NB, K] (a ring over the table) of rows row [NB]; zero where not `valid`."""
         epp, width = self.entries_per_page, self.table.shape[1]
         # The layer comes in last, so that what comes before is the same for every layer and computed once.
         place = jax.lax.rem(jax.lax.div(index, epp), width)

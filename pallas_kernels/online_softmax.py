@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import collectives
+
 _FLOOR = -1e30  # instead of -inf, so that a query without any key yet gives weights 0, not NaN
 
 
@@ -37,6 +39,24 @@ def update(run: Running, queries: jax.Array, keys: jax.Array, mask: jax.Array, s
         run.denominator * decay + jnp.sum(weights, axis=-1, keepdims=True),
         run.total * decay + total,
     )
+
+
+def merge(run: Running, axis: str, scatter: bool) -> Running:
+    """Joins what the devices of a mesh axis made of their own keys, for arrays [NB, B, N, ...].
+
+    With `scatter` each device gets its part of the heads N, else every device gets all.
+    """
+    if not axis or collectives.size(axis) == 1:
+        return run
+    maximum = collectives.pmax(run.maximum, axis)
+    decay = jnp.exp(run.maximum - maximum)
+    sums = jnp.concatenate([run.total * decay, run.denominator * decay], axis=-1)  # one collective for both
+    if scatter:
+        sums = collectives.psum_scatter(sums, axis, axis=2)
+        maximum = collectives.local_part(maximum, axis, axis=2)
+    else:
+        sums = collectives.psum(sums, axis)
+    return Running(maximum, sums[..., -1:], sums[..., :-1])
 
 
 def finish(run: Running, sink: jax.Array) -> jax.Array:

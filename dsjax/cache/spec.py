@@ -77,6 +77,7 @@ class CacheSpec:
     max_chunk_tokens: int  # the most tokens of one request that a step may add
     state_values: int  # float32 values of one STATE slot, all layers
     bytes_per_value: int  # of an entry
+    num_parts: int = 1  # devices that each hold a part of every page's entries
 
     @property
     def pool_kinds(self) -> tuple[EntryKind, ...]:
@@ -92,9 +93,9 @@ class CacheSpec:
         return self.num_slots + self.num_snapshots
 
     def num_bytes(self) -> int:
-        """Bytes of all device arrays, pages and STATE."""
+        """Bytes of all arrays, pages and STATE, on each device of a data shard."""
         pages = sum(math.prod(kind.shape) for kind in self.kinds.values()) * self.bytes_per_value
-        return pages + self.num_state_slots * self.state_values * 4
+        return pages // self.num_parts + self.num_state_slots * self.state_values * 4
 
     @classmethod
     def of(
@@ -105,29 +106,32 @@ class CacheSpec:
         max_model_len: int,
         bytes_per_value: int,
         num_mtp_layers: int = 0,
+        num_parts: int = 1,
     ) -> CacheSpec:
-        """Sizes the pools. `num_mtp_layers` MTP blocks have window rows of their own, after the layers'.
+        """Sizes the pools of one data shard. `num_mtp_layers` MTP blocks have window rows of their own, after the
+        layers'. Each of `num_parts` devices holds that part of every page's entries, `block_size` of them.
 
         Without `num_gpu_blocks_override`: for `max_num_seqs` requests of `max_model_len` and `num_snapshots` snapshots,
         shrunk to `cache_memory_bytes`. Raises ConfigError when not even one request of some length fits.
         """
         csa = model.layer_kinds.count(LayerKind.CSA)
         hca = model.layer_kinds.count(LayerKind.HCA)
-        block, window = cache.block_size, model.sliding_window
+        block, window = cache.block_size * num_parts, model.sliding_window
         num_snapshots = cache.num_snapshots if cache.enable_prefix_caching else 0
         state_values = csa * 9 * (model.head_dim + model.index_head_dim) + hca * 3 * model.head_dim
         state_bytes = (scheduler.max_num_seqs + num_snapshots) * state_values * 4
         layouts = {  # layers, values of a page's entry in all its arrays, ratio, entries a page
             EntryKind.WINDOW: (model.num_hidden_layers + num_mtp_layers, model.head_dim, 1, block),
             EntryKind.CSA: (csa, model.head_dim + model.index_head_dim, model.csa_ratio, block),
-            EntryKind.HCA: (hca, model.head_dim, model.hca_ratio, max(1, block // 4)),
+            EntryKind.HCA: (hca, model.head_dim, model.hca_ratio, max(1, cache.block_size // 4) * num_parts),
         }
         layouts = {kind: layout for kind, layout in layouts.items() if layout[0]}
         page_bytes = {
-            kind: layers * width * entries * bytes_per_value for kind, (layers, width, _, entries) in layouts.items()
+            kind: layers * width * entries * bytes_per_value // num_parts
+            for kind, (layers, width, _, entries) in layouts.items()
         }
         if cache.num_gpu_blocks_override:
-            pages = _override_pages(cache, window, max_model_len, layouts)
+            pages = _override_pages(cache, block, window, max_model_len, layouts)
         else:
             pages = _default_pages(scheduler, num_snapshots, window, max_model_len, layouts)
             chunk_pages = _span_pages(window - 1 + scheduler.max_num_batched_tokens, block)
@@ -177,6 +181,7 @@ class CacheSpec:
             max_chunk_tokens=max_chunk,
             state_values=state_values,
             bytes_per_value=bytes_per_value,
+            num_parts=num_parts,
         )
 
 
@@ -188,15 +193,17 @@ def _span_pages(num_rows: int, entries_per_page: int) -> int:
 _Layouts = dict[EntryKind, tuple[int, int, int, int]]
 
 
-def _override_pages(cache: CacheConfig, window: int, max_model_len: int, layouts: _Layouts) -> dict[EntryKind, int]:
+def _override_pages(
+    cache: CacheConfig, block: int, window: int, max_model_len: int, layouts: _Layouts
+) -> dict[EntryKind, int]:
     num_blocks = cache.num_gpu_blocks_override
-    least = min(_span_pages(window, cache.block_size), -(-max_model_len // cache.block_size))
+    least = min(_span_pages(window, block), -(-max_model_len // block))
     if num_blocks < least:
         raise ConfigError(
             f"num_gpu_blocks_override={num_blocks} must be at least {least}: one request needs the pages of "
-            f"sliding_window={window} tokens at block_size={cache.block_size}"
+            f"sliding_window={window} tokens at {block} entries a page"
         )
-    num_tokens = num_blocks * cache.block_size
+    num_tokens = num_blocks * block
     return {
         kind: num_blocks if kind is EntryKind.WINDOW else max(1, -(-(num_tokens // ratio) // entries))
         for kind, (_, _, ratio, entries) in layouts.items()

@@ -6,23 +6,31 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from dsjax import sharding
 from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.config import LayerKind, ModelConfig
+from dsjax.model.axes import DATA, STAGE
 
 
 class CacheState(NamedTuple):
     """Pools [layers * pages, entries_per_page, width] and STATE [layers * slots, 3, channels] float32, by kind.
 
     STATE's middle axis is (maximum, denominator, weighted sum); its channels are those of `pallas_kernels.compress`.
+    On a mesh the leading axes of all stages and data shards are joined, so that a device's part has the shapes above.
     """
 
     pools: dict[EntryKind, jax.Array]
     states: dict[EntryKind, jax.Array]
 
     @classmethod
-    def create(cls, spec: CacheSpec, config: ModelConfig, dtype: jnp.dtype, fill: float = 0.0) -> CacheState:
-        """Fresh arrays; tests fill them with NaN, so that a read of something unwritten shows."""
+    def create(
+        cls, spec: CacheSpec, config: ModelConfig, dtype: jnp.dtype, fill: float = 0.0, mesh: Mesh | None = None
+    ) -> CacheState:
+        """Fresh arrays on a mesh (or the default device); tests fill them with NaN, so that a read of something
+        unwritten shows."""
+        parts = mesh.shape[STAGE] * mesh.shape[DATA] if mesh else 1
         num_csa, num_hca = config.layer_kinds.count(LayerKind.CSA), config.layer_kinds.count(LayerKind.HCA)
         layouts = {
             EntryKind.CSA: (num_csa, 3 * config.head_dim),
@@ -30,9 +38,22 @@ class CacheState(NamedTuple):
             EntryKind.HCA: (num_hca, config.head_dim),
         }
         return cls(
-            pools={kind: jnp.full(kind_spec.shape, fill, dtype) for kind, kind_spec in spec.kinds.items()},
+            pools={
+                kind: jnp.full(
+                    (parts * kind_spec.shape[0], *kind_spec.shape[1:]),
+                    fill,
+                    dtype,
+                    device=mesh and sharding.pools(mesh),
+                )
+                for kind, kind_spec in spec.kinds.items()
+            },
             states={
-                kind: jnp.full((layers * spec.num_state_slots, 3, channels), fill, jnp.float32)
+                kind: jnp.full(
+                    (parts * layers * spec.num_state_slots, 3, channels),
+                    fill,
+                    jnp.float32,
+                    device=mesh and sharding.states(mesh),
+                )
                 for kind, (layers, channels) in layouts.items()
                 if layers
             },

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.config import LayerKind, ModelConfig
+from dsjax.model.axes import KV, MODEL
 from dsjax.model.compressor import Compressor, num_visible
 from dsjax.model.indexer import Indexer
 from dsjax.model.norm import RMSNorm, rms
 from dsjax.model.param import Linear, constant, weight, widen
 from dsjax.model.rope import CosSin, frequencies, rotate
+from pallas_kernels import collectives
 
 
 class Attention(nnx.Module):
@@ -32,7 +34,7 @@ class Attention(nnx.Module):
         self.wkv = Linear(rngs, (d, h), ("embed", "kv"), dtype, stored)
         self.kv_norm = RMSNorm(h, eps, axis="kv")
         self.wo_a = GroupedLinear(rngs, (groups, n * h // groups, rank), dtype, stored)
-        self.wo_b = Linear(rngs, (groups * rank, d), ("o_lora", "embed"), dtype, stored)
+        self.wo_b = Linear(rngs, (groups * rank, d), ("group", "embed"), dtype, stored)
         if kind is not LayerKind.SLIDING:
             self.compressor = Compressor(
                 d, h, config.ratio(kind), kind is LayerKind.CSA, frequencies(config, kind), eps, rngs, dtype
@@ -42,19 +44,29 @@ class Attention(nnx.Module):
         self.config, self.kind = config, kind
 
     def project(self, x: jax.Array, table: CosSin) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [T, D] -> c_q [T, q_lora], q [T, N, H], kv [T, H]; q and kv normalised, then rotated."""
+        """x [T, D] -> c_q [T, q_lora], q [T, N, H], kv [T, H]; q and kv normalised, then rotated.
+
+        N heads are those of this device, where several split them.
+        """
         cos, sin = table
         c_q = self.q_norm(self.wq_a(x))
-        q = self.wq_b(c_q).reshape(x.shape[0], self.config.num_attention_heads, self.config.head_dim)
+        q = self.wq_b(c_q).reshape(x.shape[0], -1, self.config.head_dim)
         q = rotate(rms(q, self.config.rms_norm_eps), (cos[:, None], sin[:, None])).astype(x.dtype)
         kv = rotate(self.kv_norm(self.wkv(x)), table)
         return c_q, q, kv
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that the heads are split over: with the axis the cache is split over, or without it."""
+        parts = self.config.num_attention_heads // self.sink.shape[0]
+        return (MODEL, KV) if parts == collectives.size((MODEL, KV)) else (MODEL,)
 
     def output(self, o: jax.Array, table: CosSin) -> jax.Array:
         """o [T, N, H], in the keys' rotation -> [T, D]: undoes the query position's rotation, then projects."""
         cos, sin = table
         o = rotate(o, (cos[:, None], sin[:, None]), inverse=True)
-        return self.wo_b(self.wo_a(o.reshape(o.shape[0], self.config.o_groups, -1)))
+        num_groups = self.wo_a.kernel.shape[0]
+        return collectives.psum(self.wo_b(self.wo_a(o.reshape(o.shape[0], num_groups, -1))), self.axes)
 
     def full(self, x: jax.Array, table: CosSin, tap=None) -> jax.Array:
         """x [S, D], one whole sequence from position 0 -> [S, D]."""
@@ -88,7 +100,7 @@ class GroupedLinear(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], dtype: jnp.dtype, stored: str | None = None):
         # [G, in, out]
-        self.kernel, self.scale = weight(rngs, shape, ("group", None, "o_lora"), dtype, stored)
+        self.kernel, self.scale = weight(rngs, shape, ("group", None, None), dtype, stored)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         # tgi,gio->gto: the ->tgo form in bf16 is UNIMPLEMENTED at run time on XLA's CPU

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.config import LayerKind, ModelConfig
+from dsjax.model.axes import SHARD
 from dsjax.model.compressor import Compressor
 from dsjax.model.param import HIGHEST, Linear
 from dsjax.model.rope import CosSin, frequencies, rotate
+from pallas_kernels import collectives
 from pallas_kernels.indexer_topk import index_scores
 
 
@@ -18,8 +20,8 @@ class Indexer(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
         heads, width = config.index_n_heads, config.index_head_dim
-        self.wq_b = Linear(rngs, (config.q_lora_rank, heads * width), ("q_lora", "heads"), dtype, config.quant_method)
-        self.weights_proj = Linear(rngs, (config.hidden_size, heads), ("embed", "heads"), dtype)
+        self.wq_b = Linear(rngs, (config.q_lora_rank, heads * width), ("q_lora", "index_heads"), dtype, config.quant_method)
+        self.weights_proj = Linear(rngs, (config.hidden_size, heads), ("embed", None), dtype)
         self.compressor = Compressor(
             config.hidden_size,
             width,
@@ -33,10 +35,15 @@ class Indexer(nnx.Module):
         self.config = config
 
     def queries(self, x: jax.Array, c_q: jax.Array, table: CosSin) -> tuple[jax.Array, jax.Array]:
-        """x [T, D], c_q [T, q_lora] -> queries [T, HI, dI] and head weights [T, HI] float32, scales included."""
+        """x [T, D], c_q [T, q_lora] -> queries [T, HI, dI] and head weights [T, HI] float32, scales included.
+
+        Devices split the projection and then share the queries: a score is a sum over all heads, and the scores of a
+        long context are many more than the queries.
+        """
         heads, width = self.config.index_n_heads, self.config.index_head_dim
-        q = self.wq_b(c_q).reshape(-1, heads, width)
+        q = self.wq_b(c_q).reshape(x.shape[0], -1, width)
         q = rotate(q, (table[0][:, None], table[1][:, None]))
+        q = collectives.all_gather(q, SHARD, axis=1)
         return q, self.weights_proj(x, jnp.float32, HIGHEST) * (heads * width) ** -0.5
 
     def full(self, x: jax.Array, c_q: jax.Array, table: CosSin, tap=None) -> jax.Array:

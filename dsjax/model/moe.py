@@ -7,7 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.config import ModelConfig
+from dsjax.model.axes import SHARD
+from dsjax.model.exchange import exchange
 from dsjax.model.param import HIGHEST, Buffer, Linear, constant, normal, weight, widen
+from pallas_kernels import collectives
 from pallas_kernels.grouped_matmul import group_tiles, grouped_matmul
 
 
@@ -23,14 +26,14 @@ class Gate(nnx.Module):
     """Scores experts; which ones a token uses comes from its id on hash layers, else from the biased scores."""
 
     def __init__(self, config: ModelConfig, hashed: bool, rngs: nnx.Rngs):
-        self.kernel = normal(rngs, (config.hidden_size, config.n_routed_experts), ("embed", "expert"))
+        self.kernel = normal(rngs, (config.hidden_size, config.n_routed_experts), ("embed", None))
         if hashed:
             k, e = config.num_experts_per_tok, config.n_routed_experts
             # k distinct experts a token id; a trained model brings its own table
             table = (jnp.arange(config.vocab_size)[:, None] * k + jnp.arange(k)) % e
-            self.tid2eid = Buffer(table.astype(jnp.int32), logical_axes=("vocab", None))
+            self.tid2eid = Buffer(table.astype(jnp.int32), logical_axes=(None, None))
         else:
-            self.bias = constant((config.n_routed_experts,), ("expert",), 0.0)
+            self.bias = constant((config.n_routed_experts,), (None,), 0.0)
         self.config, self.hashed = config, hashed
 
     def scores(self, x: jax.Array) -> jax.Array:
@@ -56,8 +59,8 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
         e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         stored = config.expert_format
-        self.w13, self.w13_scale = weight(rngs, (e, d, 2 * f), ("expert", "embed", "ffn"), dtype, stored)
-        self.w2, self.w2_scale = weight(rngs, (e, f, d), ("expert", "ffn", "embed"), dtype, stored)
+        self.w13, self.w13_scale = weight(rngs, (e, d, 2 * f), ("expert", "embed", "expert_gate_up"), dtype, stored)
+        self.w2, self.w2_scale = weight(rngs, (e, f, d), ("expert", "expert_ffn", "embed"), dtype, stored)
         self.config = config
 
     def dense(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
@@ -73,10 +76,17 @@ class Experts(nnx.Module):
         hidden = clamped_swiglu(hidden, self.config.swiglu_limit) * by_expert.T[..., None]
         return jnp.einsum("etf,efd->td", hidden.astype(x.dtype), w2, preferred_element_type=jnp.float32)
 
-    def grouped(self, x: jax.Array, experts: jax.Array, weights: jax.Array, num_tokens: jax.Array) -> jax.Array:
-        """Only the chosen experts, tokens sorted by expert: work is proportional to `num_tokens`. -> [T, D] float32."""
+    @property
+    def num_local(self) -> int:
+        """Experts on this device."""
+        return self.w13.shape[0]
+
+    def grouped(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+        """Only the chosen experts of this device, tokens sorted by expert; expert `num_local` is none and makes no
+        work. -> [T, D] float32, a part of the sum where other devices have other experts or slices of them."""
         num_rows, k = experts.shape
-        tiles = group_tiles(experts, num_tokens, self.config.n_routed_experts)
+        num_devices = self.config.n_routed_experts // self.num_local
+        tiles = group_tiles(experts, self.num_local, num_devices)
         rows = jnp.take(x, tiles.source // k, axis=0, mode="fill", fill_value=0)  # [P, D]
         w13_scale, w2_scale = (None if scale is None else scale[...] for scale in (self.w13_scale, self.w2_scale))
         hidden = clamped_swiglu(grouped_matmul(rows, self.w13[...], tiles, w13_scale), self.config.swiglu_limit)
@@ -90,7 +100,7 @@ class SharedExpert(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
         f = config.moe_intermediate_size * config.n_shared_experts
-        self.w13 = Linear(rngs, (config.hidden_size, 2 * f), ("embed", "ffn"), dtype, config.quant_method)
+        self.w13 = Linear(rngs, (config.hidden_size, 2 * f), ("embed", "gate_up"), dtype, config.quant_method)
         self.w2 = Linear(rngs, (f, config.hidden_size), ("ffn", "embed"), dtype, config.quant_method)
         self.config = config
 
@@ -116,5 +126,7 @@ class MoE(nnx.Module):
         if num_tokens is None:
             routed = self.experts.dense(x, experts, weights)
         else:
-            routed = self.experts.grouped(x, experts, weights, num_tokens)
-        return (routed + self.shared_experts(x)).astype(x.dtype)
+            num_experts = self.gate.config.n_routed_experts
+            experts = jnp.where(jnp.arange(x.shape[0])[:, None] < num_tokens, experts, num_experts)
+            routed = exchange(x, experts, weights, num_experts, self.experts.num_local, self.experts.grouped)
+        return collectives.psum((routed + self.shared_experts(x)).astype(x.dtype), SHARD)

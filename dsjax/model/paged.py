@@ -15,10 +15,12 @@ from dsjax.cache.spec import EntryKind
 from dsjax.cache.state import CacheState
 from dsjax.config import LayerKind
 from dsjax.model.attention import Attention
+from dsjax.model.axes import KV
 from dsjax.model.batch import ForwardBatch
 from dsjax.model.compressor import Compressor
 from dsjax.model.rope import CosSin
 from dsjax.model.transformer import Tap, Transformer
+from pallas_kernels import collectives
 from pallas_kernels.blocks import Pages
 from pallas_kernels.cache_write import NOWHERE, cache_write
 from pallas_kernels.compress import compress
@@ -33,24 +35,28 @@ ENTRY_KIND = {LayerKind.CSA: EntryKind.CSA, LayerKind.HCA: EntryKind.HCA}
 def forward(
     model: Transformer,
     batch: ForwardBatch,
+    streams: jax.Array,  # [S, T, D] of the batch's tokens
     cache: CacheState,
     num_pages: dict[EntryKind, int],
     tap: Tap | None = None,
+    active: jax.Array | None = None,
 ) -> tuple[jax.Array, CacheState]:
-    """Runs the new tokens of every row. `num_pages` is the pages a layer of each kind has.
+    """Runs the new tokens of every row through the layers. `num_pages` is the pages a layer of each kind has.
 
+    `active` [layers] bool says which layers there are on this pipeline stage; the others change nothing that counts.
+
+    Inside `shard_map` everything is this device's part, and the tokens are those of its data shard.
     Returns the last streams [S, T, D] (meaningless at padding) and the updated cache.
     """
-    with jax.named_scope("embed"):
-        streams = model.embed.as_streams(batch.token_ids)
-        tables = model.tables(batch.positions)
+    tables = model.tables(batch.positions)
     nth = dict.fromkeys(LayerKind, 0)  # how many layers of each kind came before
     for layer, block in enumerate(model.blocks()):
         inner = None if tap is None else lambda name, value, layer=layer: tap(f"L{layer}.{name}", value)
         step = _LayerStep(batch, cache, num_pages, layer, nth[block.kind], inner)
         with jax.named_scope(f"layer{layer}"):
             attend = functools.partial(step.attend, block.attn, table=tables[block.kind])
-            streams = block(streams, batch.token_ids, attend, batch.num_tokens, inner)
+            after = block(streams, batch.token_ids, attend, batch.num_tokens, inner)
+        streams = after if active is None else jnp.where(active[layer], after, streams)
         cache = step.cache
         nth[block.kind] += 1
     return streams, cache
@@ -73,7 +79,7 @@ def draft(
     block = model.mtp.block
     x = model.mtp.inputs(streams, model.embed(following))
     x = block(x, following, functools.partial(step.attend, block.attn, table=table), batch.num_tokens)
-    return model.head(model.mtp.outputs(x), jnp.float32), step.cache
+    return model.unembed(model.mtp.outputs(x)), step.cache
 
 
 class _LayerStep:
@@ -97,6 +103,8 @@ class _LayerStep:
         c_q, q, kv = attn.project(x, table)
         self._write(EntryKind.WINDOW, batch.window_slot, kv, self.layer)
         window = self._pages(EntryKind.WINDOW, self.layer)
+        if KV in attn.axes:  # the cache is split, so each part is asked by the heads of all its devices
+            q = collectives.all_gather(q, KV, axis=1)
         queries = self._blocked(q)
         common = {"window": config.sliding_window, "scale": config.head_dim**-0.5}
         if attn.kind is LayerKind.SLIDING:
@@ -156,12 +164,15 @@ class _LayerStep:
         return self.cache.pools[kind].shape[0] // self.num_pages[kind]
 
     def _write(self, kind: EntryKind, slots: jax.Array, entries: jax.Array, layer: int) -> None:
+        parts = collectives.size(KV)
+        if parts > 1:  # entries are dealt out one by one, see pallas_kernels.blocks
+            slots = jnp.where(slots % parts == collectives.index(KV), slots // parts, NOWHERE)
         pool = cache_write(self.cache.pools[kind], slots, entries, layer=layer, num_pages=self.num_pages[kind])
         self.cache = self.cache._replace(pools={**self.cache.pools, kind: pool})
 
     def _pages(self, kind: EntryKind, layer: int) -> Pages:
         table = self.batch.tables[EntryKind.CSA if kind is EntryKind.INDEX_KEY else kind]
-        return Pages(self.cache.pools[kind], table, layer, self.num_pages[kind])
+        return Pages(self.cache.pools[kind], table, layer, self.num_pages[kind], KV)
 
     def _blocked(self, x: jax.Array) -> jax.Array:
         """[T, ...] -> [NB, B, ...]; padding repeats the last token, and what comes of it is not read."""

@@ -11,12 +11,14 @@ from flax import nnx
 
 from dsjax.config import LayerKind, ModelConfig
 from dsjax.model.attention import Attention
+from dsjax.model.axes import SHARD
 from dsjax.model.mhc import HyperConnection, HyperHead
 from dsjax.model.moe import MoE
 from dsjax.model.mtp import MTP
 from dsjax.model.norm import RMSNorm
 from dsjax.model.param import Linear, normal
 from dsjax.model.rope import CosSin, cos_sin, frequencies
+from pallas_kernels import collectives
 
 Tap = Callable[[str, jax.Array], None]  # called with (name, value) of inner tensors; for tests and research
 
@@ -67,7 +69,12 @@ class Embed(nnx.Module):
         self.streams = config.hc_mult
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        return self.embedding[...][token_ids]
+        table = self.embedding[...]
+        if collectives.size(SHARD) == 1:
+            return table[token_ids]
+        row = token_ids - collectives.index(SHARD) * table.shape[0]  # of this device's part of the vocabulary
+        here = (row >= 0) & (row < table.shape[0])
+        return collectives.psum(jnp.where(here[..., None], table.at[row].get(mode="clip"), 0), SHARD)
 
     def as_streams(self, token_ids: jax.Array) -> jax.Array:
         """[T] -> [S, T, D], every stream a copy."""
@@ -119,7 +126,11 @@ class Transformer(nnx.Module):
         if tap is not None:
             tap("hc_head_out", y)
             tap("final_norm_out", x)
-        return self.head(x, jnp.float32)
+        return self.unembed(x)
+
+    def unembed(self, x: jax.Array) -> jax.Array:
+        """[T, D] -> logits [T, V] float32, whole on every device."""
+        return collectives.all_gather(self.head(x, jnp.float32), SHARD, axis=1)
 
     def streams(self, token_ids: jax.Array, tap: Tap | None = None) -> jax.Array:
         """One whole sequence [S_len] from position 0 -> the last streams [S, S_len, D]."""
@@ -149,4 +160,4 @@ class Transformer(nnx.Module):
         x = self.mtp.inputs(streams[:, :-1], self.embed(following))
         table = self.tables(jnp.arange(following.shape[0]))[LayerKind.SLIDING]
         x = self.mtp.block(x, following, lambda h: self.mtp.block.attn.full(h, table))
-        return self.head(self.mtp.outputs(x), jnp.float32)
+        return self.unembed(self.mtp.outputs(x))

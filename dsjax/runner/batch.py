@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from dsjax.model.batch import ForwardBatch
 from dsjax.runner import sampling
 from dsjax.runner.buckets import Bucket
 from dsjax.runner.sampling import SamplingBatch
-from dsjax.scheduler.plan import StepPlan
+from dsjax.scheduler.plan import RowPlan
 from pallas_kernels.blocks import QueryBlocks
 from pallas_kernels.cache_write import NOWHERE
 from pallas_kernels.compress import Pieces
@@ -46,7 +47,6 @@ class Layout:
             "samples": (r,),
             "top_k": (r,),
             "seed": (r, 2),
-            "flags": (len(sampling.FLAGS),),
         }
         for kind in spec.pool_kinds:
             self.ints[f"{kind.value}.table"] = (r, spec.kinds[kind].table_width)
@@ -57,9 +57,14 @@ class Layout:
             self.ints[f"{kind.value}.last_of_row"] = (r,)
             if not bucket.is_decode:
                 self.ints[f"{kind.value}.of_token"] = (t,)
+        self.ints["flags"] = (len(sampling.FLAGS),)  # last, see `flags`
         self.floats = {name: (r,) for name in sampling.FLOATS}
         self.num_ints = sum(math.prod(shape) for shape in self.ints.values())
         self.num_floats = sum(math.prod(shape) for shape in self.floats.values())
+
+    def flags(self, ints: np.ndarray) -> np.ndarray:
+        """The flags of packed vectors [..., num_ints], writable."""
+        return ints[..., self.num_ints - len(sampling.FLAGS) :]
 
     def views(self, vector, shapes: dict[str, tuple[int, ...]]) -> dict:
         """Cuts a vector (numpy: writable views; jax: slices) into its named arrays."""
@@ -76,8 +81,8 @@ class HostBatch(NamedTuple):
     floats: np.ndarray
 
 
-def pack(layout: Layout, plan: StepPlan) -> HostBatch:
-    """The numpy side: one pass over the rows."""
+def pack(layout: Layout, rows: Sequence[RowPlan]) -> HostBatch:
+    """The numpy side: one pass over the rows, perhaps none."""
     bucket, spec = layout.bucket, layout.spec
     ints, floats = np.zeros(layout.num_ints, np.int32), np.zeros(layout.num_floats, np.float32)
     a, f = layout.views(ints, layout.ints), layout.views(floats, layout.floats)
@@ -92,7 +97,7 @@ def pack(layout: Layout, plan: StepPlan) -> HostBatch:
     window = spec.kinds[EntryKind.WINDOW]
     token = block = 0
     num_pieces = dict.fromkeys(spec.compressed_kinds, 0)
-    for r, row in enumerate(plan.rows):
+    for r, row in enumerate(rows):
         n, span = row.num_new, slice(token, token + row.num_new)
         position = np.arange(row.start, row.end, dtype=np.int32)
         known = row.request.token_ids[row.start : row.end]
@@ -118,7 +123,7 @@ def pack(layout: Layout, plan: StepPlan) -> HostBatch:
             num_pieces[kind] += _pack_pieces(a, kind, layout, row, r, token, num_pieces[kind])
         token, block = token + n, block + blocks
     a["num_tokens"][...] = token
-    SamplingBatch.pack(a, f, plan)
+    SamplingBatch.pack(a, f, rows)
     return HostBatch(ints, floats)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsjax.config import SchedulerConfig
@@ -58,12 +59,14 @@ class Buckets:
     def __len__(self) -> int:
         return len(self.decode) + len(self.mixed)
 
-    def choose(self, num_new: list[int]) -> Bucket:
-        """The smallest bucket that holds rows with these numbers of new tokens."""
-        if all(n == 1 for n in num_new):
-            return next(b for b in self.decode if b.num_rows >= len(num_new))
-        total = sum(num_new)
-        return next(b for b in self.mixed if b.num_tokens >= total and b.num_rows >= len(num_new))
+    def choose(self, batches: Sequence[Sequence[int]]) -> Bucket:
+        """The smallest bucket that holds each of the batches (one of every data shard and micro-batch): rows with so
+        many new tokens."""
+        rows = max(map(len, batches))
+        if all(n == 1 for num_new in batches for n in num_new):
+            return next(b for b in self.decode if b.num_rows >= rows)
+        total = max(map(sum, batches))
+        return next(b for b in self.mixed if b.num_tokens >= total and b.num_rows >= rows)
 
 
 def _few_or_many(max_num_seqs: int) -> tuple[int, ...]:

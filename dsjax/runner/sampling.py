@@ -6,14 +6,16 @@ The vocabulary is never sorted: thresholds are found by bisection over the bits 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from dsjax.request import MAX_LOGPROBS, SamplingParams
-from dsjax.scheduler.plan import StepPlan
+from dsjax.scheduler.plan import RowPlan
 
 PROMPT_BIT = 1 << 30  # in SlotTables.counts: the token occurs in the prompt; the bits below count outputs
 _PROMPT_ROWS = 16  # prompt positions whose logits exist at a time
@@ -24,16 +26,19 @@ FLAGS = ("random", "filter", "penalties", "bias", "logprobs", "prompt_logprobs")
 
 
 class SlotTables(NamedTuple):
-    """Per row slot, on the device for as long as a request runs."""
+    """Per row slot, on the device for as long as a request runs. On a mesh the data shards' tables are joined."""
 
     last_token: jax.Array  # [num_slots] int32
     counts: jax.Array  # [num_slots, V] int32, see PROMPT_BIT; meaningful for requests with penalties
     bias: jax.Array  # [num_slots, V] float32; meaningful for requests with logit_bias or min_tokens
 
     @classmethod
-    def create(cls, num_slots: int, vocab_size: int) -> SlotTables:
-        shape = (num_slots, vocab_size)
-        return cls(jnp.zeros(num_slots, jnp.int32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    def create(cls, num_slots: int, vocab_size: int, sharding: NamedSharding | None = None) -> SlotTables:
+        def zeros(dtype: jnp.dtype, *shape: int) -> jax.Array:
+            return jnp.zeros(shape, dtype, device=sharding)
+
+        table = num_slots, vocab_size
+        return cls(zeros(jnp.int32, num_slots), zeros(jnp.int32, *table), zeros(jnp.float32, *table))
 
 
 class SamplingBatch(NamedTuple):
@@ -57,13 +62,13 @@ class SamplingBatch(NamedTuple):
     flags: dict[str, jax.Array]  # bool scalars
 
     @staticmethod
-    def pack(a: dict[str, np.ndarray], f: dict[str, np.ndarray], plan: StepPlan) -> None:
-        """Fills the host arrays from a plan."""
+    def pack(a: dict[str, np.ndarray], f: dict[str, np.ndarray], rows: Sequence[RowPlan]) -> None:
+        """Fills the host arrays from the rows of a plan."""
         f["top_p"].fill(1)
         f["repetition_penalty"].fill(1)
         need = dict.fromkeys(FLAGS, False)
         token = 0
-        for r, row in enumerate(plan.rows):
+        for r, row in enumerate(rows):
             request, p = row.request, row.request.params
             if p.prompt_logprobs is not None and row.start < request.num_prompt_tokens:
                 need["prompt_logprobs"] = True
@@ -126,8 +131,16 @@ class Logprobs(NamedTuple):
     top: jax.Array  # [..., MAX_LOGPROBS] float32
 
 
-def sample(logits: jax.Array, batch: SamplingBatch, slots: SlotTables) -> tuple[jax.Array, Logprobs, SlotTables]:
-    """logits [R, V] -> next tokens [R], their log-probabilities (zero unless asked for), the updated tables."""
+def sample(
+    logits: jax.Array,
+    batch: SamplingBatch,
+    slots: SlotTables,
+    agree: Callable[[jax.Array], jax.Array] = lambda tokens: tokens,
+) -> tuple[jax.Array, Logprobs, SlotTables]:
+    """logits [R, V] -> next tokens [R], their log-probabilities (zero unless asked for), the updated tables.
+
+    `agree` maps the tokens of a device whose logits may mean nothing (an earlier pipeline stage) to the real ones.
+    """
     num_slots = slots.last_token.shape[0]
     flags = batch.flags
     row = jnp.minimum(batch.slot, num_slots - 1)  # padding rows read some slot and write none
@@ -145,6 +158,7 @@ def sample(logits: jax.Array, batch: SamplingBatch, slots: SlotTables) -> tuple[
         lambda x: greedy,
         adjusted,
     )
+    tokens = agree(tokens)
     logprobs = jax.lax.cond(
         flags["logprobs"], lambda x: _logprobs(x, tokens), lambda x: _no_logprobs(x.shape[0], x.shape[1]), logits
     )

@@ -14,13 +14,13 @@ def csa_attention(
     blocks: QueryBlocks,
     window_pages: Pages,
     entry_pages: Pages,
-    chosen: jax.Array,  # as indexer_topk returns it: mask [NB, B, entries] for B > 1, indices [NB, k] for B = 1
-    sink: jax.Array,  # [N]
+    chosen: jax.Array,  # as indexer_topk returns it, of the entries here: mask [NB, B, entries], for B = 1 indices [NB, k]
+    sink: jax.Array,  # [N], or this device's part of it where several share the pages
     *,
     window: int,
     ratio: int,
     scale: float,
-) -> jax.Array:  # [NB, B, N, H] float32
+) -> jax.Array:  # [NB, B, sinks, H] float32
     """A query attends to its window and to its chosen entries. Raises ValueError for shapes that do not fit."""
     check_shapes("csa_attention", q, blocks, window_pages, sink)
     check_shapes("csa_attention", q, blocks, entry_pages, sink)

@@ -30,4 +30,4 @@ def csa_attention(
         run = online_softmax.update(run, flat_queries(q), keys, per_head(valid[:, None], q), scale)
     else:
         run = attend_entries(run, q, blocks, entry_pages, visible_entries(q, blocks, ratio), chosen, scale)
-    return finish(run, q, sink)
+    return finish(run, q, sink, entry_pages)

@@ -28,24 +28,24 @@ class Tiles(NamedTuple):
         return self.source.shape[0] // self.group.shape[0]
 
 
-def group_tiles(groups: jax.Array, num_rows: jax.Array, num_groups: int) -> Tiles:
+def group_tiles(groups: jax.Array, num_groups: int, num_devices: int = 1) -> Tiles:
     """Plans the tiles for groups [T, k]: assignment a = t * k + j of row t belongs to group groups[t, j].
 
-    Rows t >= num_rows are padding and get no place. Sorting is by counting, since XLA's CPU sort is slow.
+    One whose group is `num_groups` (padding, or another device's) gets no place; of `num_devices` devices with groups
+    of their own each expects as many. Sorting is by counting, since XLA's CPU sort is slow.
     """
     rows, k = groups.shape
     num_assignments = rows * k
-    tile_rows = _tile_rows(num_assignments, num_groups)
+    tile_rows = _tile_rows(num_assignments, num_groups * num_devices)
     flat = groups.reshape(-1)
-    real = jnp.arange(num_assignments) < num_rows * k
-    member = (flat[:, None] == jnp.arange(num_groups)) & real[:, None]  # [A, G]
+    member = flat[:, None] == jnp.arange(num_groups)  # [A, G]
     rank = jnp.sum(jnp.where(member, jnp.cumsum(member, axis=0) - 1, 0), axis=1)
     tiles_of_group = (jnp.sum(member, axis=0) + tile_rows - 1) // tile_rows  # [G]
     end = jnp.cumsum(tiles_of_group)
     max_tiles = min(num_assignments, num_assignments // tile_rows + num_groups)
     padded = max_tiles * tile_rows
-    destination = (end - tiles_of_group)[flat] * tile_rows + rank
-    destination = jnp.where(real, destination, padded).astype(jnp.int32)
+    destination = (end - tiles_of_group)[jnp.minimum(flat, num_groups - 1)] * tile_rows + rank
+    destination = jnp.where(flat < num_groups, destination, padded).astype(jnp.int32)
     source = jnp.full((padded,), num_assignments, jnp.int32)
     source = source.at[destination].set(jnp.arange(num_assignments, dtype=jnp.int32), mode="drop")
     group = jnp.sum(end[None, :] <= jnp.arange(max_tiles)[:, None], axis=1).astype(jnp.int32)

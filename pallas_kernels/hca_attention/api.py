@@ -14,12 +14,12 @@ def hca_attention(
     blocks: QueryBlocks,
     window_pages: Pages,
     entry_pages: Pages,  # entry w at table place w // entries_per_page
-    sink: jax.Array,  # [N]
+    sink: jax.Array,  # [N], or this device's part of it where several share the pages
     *,
     window: int,
     ratio: int,
     scale: float,
-) -> jax.Array:  # [NB, B, N, H] float32
+) -> jax.Array:  # [NB, B, sinks, H] float32
     """A query at position p attends to its window and to entries w < (p + 1) // ratio. Raises ValueError on shapes."""
     check_shapes("hca_attention", q, blocks, window_pages, sink)
     check_shapes("hca_attention", q, blocks, entry_pages, sink)

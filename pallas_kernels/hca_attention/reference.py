@@ -26,7 +26,7 @@ def hca_attention(
 ) -> jax.Array:
     run = attend_window(q, blocks, window_pages, window=window, scale=scale)
     visible = visible_entries(q, blocks, ratio)
-    return finish(attend_entries(run, q, blocks, entry_pages, visible, None, scale), q, sink)
+    return finish(attend_entries(run, q, blocks, entry_pages, visible, None, scale), q, sink, entry_pages)
 
 
 def visible_entries(q: jax.Array, blocks: QueryBlocks, ratio: int) -> jax.Array:
@@ -37,7 +37,7 @@ def visible_entries(q: jax.Array, blocks: QueryBlocks, ratio: int) -> jax.Array:
 
 
 def stream(pages: Pages, num_entries: jax.Array, body, carry):
-    """Calls body(first entry, entries [NB, K, width], carry) over the first `num_entries` entries of the table."""
+    """Calls body(first entry, first new entry, first page, pages, carry) over the first `num_entries` entries here."""
     count = min(max(1, STREAM_ENTRIES // pages.entries_per_page), pages.table.shape[1])
     step = count * pages.entries_per_page
 
@@ -55,18 +55,18 @@ def attend_entries(
     blocks: QueryBlocks,
     pages: Pages,
     visible: jax.Array,  # [NB, B]
-    chosen: jax.Array | None,  # [NB, B, max_entries] bool, or every visible one
+    chosen: jax.Array | None,  # [NB, B, max_entries] bool of the entries here, or every visible one
     scale: float,
 ) -> Running:
     """Adds the compressed entries to a running softmax."""
     queries = flat_queries(q)
-    most = jnp.max(visible, axis=1)  # [NB]
+    most = pages.num_here(jnp.max(visible, axis=1))  # [NB]
 
     def body(first_entry, begin, first_page, count, run: Running) -> Running:
         entry = first_entry + jnp.arange(count * pages.entries_per_page)
         keys = pages.read_pages(blocks.row, first_page, count)
         keys = jnp.where((entry < most[:, None])[..., None], keys, 0)  # what was never written may be NaN
-        mask = (entry < visible[..., None]) & (entry >= begin)
+        mask = (pages.entry(entry) < visible[..., None]) & (entry >= begin)
         if chosen is not None:
             mask &= jax.lax.dynamic_slice_in_dim(chosen, first_entry, entry.shape[0], axis=2)
         return online_softmax.update(run, queries, keys, per_head(mask, q), scale)

@@ -24,6 +24,7 @@ def indexer_topk(
 
     Returns a mask [NB, B, max_entries] bool for B > 1, and for B = 1 indices [NB, k'] int32 (k' = min(k,
     max_entries); max_entries where there is none), since a decode row gathers its entries and a block shares them.
+    Where several devices share the pages the choice is among the entries of all, and each gets those of its own.
     Raises ValueError for shapes that do not fit.
     """
     if q.ndim != 4 or weights.shape != q.shape[:3]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import collectives
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.hca_attention.reference import stream, visible_entries
 
@@ -13,38 +14,65 @@ def indexer_topk(
     q: jax.Array, weights: jax.Array, blocks: QueryBlocks, pages: Pages, *, ratio: int, k: int
 ) -> jax.Array:
     visible = visible_entries(q, blocks, ratio)  # [NB, B]
-    num_entries = pages.max_entries
-    decode = q.shape[1] == 1
-    k = min(k, num_entries)
-
-    def everything(_) -> jax.Array:
-        if decode:
-            index = jnp.broadcast_to(jnp.arange(k), (q.shape[0], k))
-            return jnp.where(index < visible, index, num_entries)
-        return jnp.arange(num_entries) < visible[..., None]
+    if pages.max_entries * pages.count <= k:
+        return _everything(q, pages, visible)
+    if pages.count > 1:
+        return _best_of_all(q, weights, blocks, pages, visible, k)
 
     def best(pool: jax.Array) -> jax.Array:
         scores = _scores(q, weights, blocks, pages._replace(pool=pool), visible)
-        if decode:
-            top, index = jax.lax.top_k(scores[:, 0], k)
-            return jnp.where(top > -jnp.inf, index, num_entries)
-        return top_k_mask(scores, k)
+        if q.shape[1] > 1:
+            return top_k_mask(scores, k)
+        top, place = jax.lax.top_k(scores[:, 0], k)
+        return jnp.where(top > -jnp.inf, place, pages.max_entries)
 
-    if num_entries <= k:
-        return everything(None)
-    return jax.lax.cond(jnp.max(visible) <= k, everything, best, pages.pool)
+    everything = jnp.max(visible) <= k
+    return jax.lax.cond(everything, lambda _: _everything(q, pages, visible, k), best, pages.pool)
+
+
+def _everything(q: jax.Array, pages: Pages, visible: jax.Array, k: int | None = None) -> jax.Array:
+    """What to return where no choice is to be made; of at most k entries for B = 1."""
+    place = jnp.arange(pages.max_entries)
+    mask = pages.entry(place) < visible[..., None]
+    if q.shape[1] > 1:
+        return mask
+    return jnp.where(mask[:, 0, :k], place[:k], pages.max_entries)
+
+
+def _best_of_all(
+    q: jax.Array, weights: jax.Array, blocks: QueryBlocks, pages: Pages, visible: jax.Array, k: int
+) -> jax.Array:
+    """Each device offers its best; all then know the k best of all, and each keeps those that are its own.
+
+    A device's chosen entries are the first of its own order (score, then index), so ties are settled as on one device.
+    """
+    scores = _scores(q, weights, blocks, pages, visible)
+    top, place = jax.lax.top_k(scores, min(k, pages.max_entries))  # ties: lowest place, so lowest entry
+    entry = pages.entry(place)
+    offered = jnp.stack([jax.lax.bitcast_convert_type(top, jnp.int32), entry], axis=-1)
+    offered = collectives.all_gather(offered, pages.axis, axis=2)  # [NB, B, candidates, 2]
+    all_top, all_entry = jax.lax.bitcast_convert_type(offered[..., 0], jnp.float32), offered[..., 1]
+    worst = jax.lax.top_k(all_top, k)[0][..., -1:]
+    spare = k - jnp.sum(all_top > worst, axis=-1, keepdims=True)  # how many of those equal to the worst are chosen
+    tied = jnp.sort(jnp.where(all_top == worst, all_entry, jnp.iinfo(jnp.int32).max), axis=-1)
+    last = jnp.take_along_axis(tied, spare - 1, axis=-1)
+    if q.shape[1] > 1:
+        mask = (scores > worst) | ((scores == worst) & (pages.entry(jnp.arange(pages.max_entries)) <= last))
+        return mask & (scores > -jnp.inf)
+    chosen = ((top > worst) | ((top == worst) & (entry <= last))) & (top > -jnp.inf)
+    return jnp.where(chosen, place, pages.max_entries)[:, 0]
 
 
 def _scores(q: jax.Array, weights: jax.Array, blocks: QueryBlocks, pages: Pages, visible: jax.Array) -> jax.Array:
-    """[NB, B, max_entries] float32, -inf where not visible."""
-    most = jnp.max(visible, axis=1)
+    """[NB, B, max_entries] float32 of the entries here, -inf where not visible."""
+    most = pages.num_here(jnp.max(visible, axis=1))
 
     def body(first_entry, begin, first_page, count, scores: jax.Array) -> jax.Array:
-        entry = first_entry + jnp.arange(count * pages.entries_per_page)
+        place = first_entry + jnp.arange(count * pages.entries_per_page)
         keys = pages.read_pages(blocks.row, first_page, count)
-        keys = jnp.where((entry < most[:, None])[..., None], keys, 0)
+        keys = jnp.where((place < most[:, None])[..., None], keys, 0)
         part = jax.vmap(index_scores)(q, weights, keys)
-        part = jnp.where(entry < visible[..., None], part, -jnp.inf)
+        part = jnp.where(pages.entry(place) < visible[..., None], part, -jnp.inf)
         return jax.lax.dynamic_update_slice_in_dim(scores, part, first_entry, axis=2)
 
     start = jnp.full((*q.shape[:2], pages.max_entries), -jnp.inf, jnp.float32)

@@ -12,11 +12,11 @@ def swa_attention(
     q: jax.Array,  # [NB, B, N, H]
     blocks: QueryBlocks,
     window_pages: Pages,  # ring table: position p is at table place (p // entries_per_page) % P
-    sink: jax.Array,  # [N]
+    sink: jax.Array,  # [N], or this device's part of it where several share the pages
     *,
     window: int,
     scale: float,
-) -> jax.Array:  # [NB, B, N, H] float32
+) -> jax.Array:  # [NB, B, sinks, H] float32
     """Each query attends to the last `window` positions of its row, itself included. Raises ValueError on shapes."""
     check_shapes("swa_attention", q, blocks, window_pages, sink)
     return reference.swa_attention(q, blocks, window_pages, sink, window=window, scale=scale)
@@ -25,7 +25,7 @@ def swa_attention(
 def check_shapes(name: str, q: jax.Array, blocks: QueryBlocks, pages: Pages, sink: jax.Array) -> None:
     if q.ndim != 4 or q.shape[0] != blocks.row.shape[0]:
         raise ValueError(f"{name}: q {q.shape} must be [NB, B, N, H] with NB={blocks.row.shape[0]}")
-    if sink.shape != (q.shape[2],):
-        raise ValueError(f"{name}: sink {sink.shape} must be [{q.shape[2]}]")
+    if sink.ndim != 1 or q.shape[2] not in (sink.shape[0], sink.shape[0] * pages.count):
+        raise ValueError(f"{name}: sink {sink.shape} must be [{q.shape[2]}], or a {pages.count}th of it")
     if pages.pool.ndim != 3 or pages.pool.shape[2] != q.shape[3]:
         raise ValueError(f"{name}: pool {pages.pool.shape} must be [pages, entries, {q.shape[3]}]")

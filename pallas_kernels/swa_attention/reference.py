@@ -13,20 +13,29 @@ from pallas_kernels.online_softmax import Running
 def swa_attention(
     q: jax.Array, blocks: QueryBlocks, pages: Pages, sink: jax.Array, *, window: int, scale: float
 ) -> jax.Array:
-    return finish(attend_window(q, blocks, pages, window=window, scale=scale), q, sink)
+    return finish(attend_window(q, blocks, pages, window=window, scale=scale), q, sink, pages)
 
 
 def attend_window(q: jax.Array, blocks: QueryBlocks, pages: Pages, *, window: int, scale: float) -> Running:
     """The window's part of the softmax of q [NB, B, N, H]; the keys a block needs are read once for all its queries."""
     block = q.shape[1]
     query = blocks.position[:, None] + jnp.arange(block)  # [NB, B] positions
-    key = blocks.position[:, None] + jnp.arange(1 - window, block)  # [NB, window - 1 + B] positions
+    key = _keys_here(blocks, pages, window, block)
     written = (key >= 0) & (key < (blocks.position + blocks.length)[:, None])
-    keys = pages.read_rows(blocks.row, jnp.maximum(key, 0), written)
+    keys = pages.read_rows(blocks.row, jnp.maximum(key, 0) // pages.count, written)
     offset = query[:, :, None] - key[:, None, :]
     mask = (offset >= 0) & (offset < window) & written[:, None, :]
     queries = flat_queries(q)
     return online_softmax.update(online_softmax.start(queries), queries, keys, per_head(mask, q), scale)
+
+
+def _keys_here(blocks: QueryBlocks, pages: Pages, window: int, block: int) -> jax.Array:
+    """[NB, K] positions of the keys in this device's pages that a block's queries may see; some before position 0."""
+    first = blocks.position[:, None] + (1 - window)
+    if pages.count == 1:
+        return first + jnp.arange(window - 1 + block)
+    first += jnp.mod(pages.index - first, pages.count)
+    return first + pages.count * jnp.arange(-(-(window - 1 + block) // pages.count))
 
 
 def flat_queries(q: jax.Array) -> jax.Array:
@@ -39,5 +48,12 @@ def per_head(mask: jax.Array, q: jax.Array) -> jax.Array:
     return jnp.repeat(mask, q.shape[2], axis=1)
 
 
-def finish(run: Running, q: jax.Array, sink: jax.Array) -> jax.Array:
-    return online_softmax.finish(run, jnp.tile(sink, q.shape[1])).reshape(q.shape)
+def finish(run: Running, q: jax.Array, sink: jax.Array, pages: Pages) -> jax.Array:
+    """The softmax over all devices' keys: [NB, B, sinks, H]. Where q has the heads of all the devices that share the
+    pages and `sink` those of this one, the result is of these."""
+    blocks, block, heads, width = q.shape
+    run = Running(*(x.reshape(blocks, block, heads, -1) for x in run))
+    run = online_softmax.merge(run, pages.axis, scatter=heads != sink.shape[0])
+    run = Running(*(x.reshape(blocks, block * sink.shape[0], -1) for x in run))
+    out = online_softmax.finish(run, jnp.tile(sink, block))
+    return out.reshape(blocks, block, sink.shape[0], width)

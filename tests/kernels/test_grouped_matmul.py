@@ -27,7 +27,7 @@ def test_every_assignment_gets_its_groups_product(num_tokens, k, groups, used, o
 
     @jax.jit
     def run(x, chosen, used, weights):
-        tiles = group_tiles(chosen, used, groups)
+        tiles = group_tiles(jnp.where(jnp.arange(num_tokens)[:, None] < used, chosen, groups), groups)
         rows = jnp.take(x, tiles.source // k, axis=0, mode="fill", fill_value=0)
         out = grouped_matmul(rows, weights, tiles)
         got = jnp.take(out, tiles.destination, axis=0, mode="fill", fill_value=0)
@@ -65,14 +65,17 @@ def test_stored_weights_give_what_widened_ones_give(num_tokens, form):
 
 
 def test_work_is_proportional_to_the_tokens_in_use():
-    chosen = jnp.zeros((256, 2), jnp.int32).at[:, 1].set(1)
-    assert int(group_tiles(chosen, jnp.int32(256), 4).num_tiles) == 2 * 256 // group_tiles(chosen, 0, 4).tile_rows
-    assert int(group_tiles(chosen, jnp.int32(1), 4).num_tiles) == 2
-    assert int(group_tiles(chosen, jnp.int32(0), 4).num_tiles) == 0
+    def tiles(used):
+        chosen = jnp.zeros((256, 2), jnp.int32).at[:, 1].set(1)
+        return group_tiles(jnp.where(jnp.arange(256)[:, None] < used, chosen, 4), 4)
+
+    assert int(tiles(256).num_tiles) == 2 * 256 // tiles(256).tile_rows
+    assert int(tiles(1).num_tiles) == 2
+    assert int(tiles(0).num_tiles) == 0
 
 
 def test_shapes_are_checked():
-    tiles = group_tiles(jnp.zeros((4, 2), jnp.int32), jnp.int32(4), 2)
+    tiles = group_tiles(jnp.zeros((4, 2), jnp.int32), 2)
     rows = tiles.source.shape[0]
     with pytest.raises(ValueError, match="must have the plan's"):
         grouped_matmul(jnp.zeros((rows + 1, 8)), jnp.zeros((2, 8, 4)), tiles)

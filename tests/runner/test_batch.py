@@ -9,7 +9,7 @@ from dsjax.cache.spec import EntryKind
 from dsjax.request import Request, SamplingParams
 from dsjax.runner.batch import PENDING, Layout, pack
 from dsjax.runner.buckets import Bucket
-from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
+from dsjax.scheduler.plan import RowPlan
 from pallas_kernels.cache_write import NOWHERE
 from tests.cache.specs import cache_spec
 
@@ -52,7 +52,7 @@ def row(name, slot, tokens, start, end, tables, *, num_pending=0, num_shared=0, 
 
 def packed(bucket, *rows):
     layout = Layout(bucket, SPEC)
-    host = pack(layout, StepPlan(shards=(ShardPlan(rows=list(rows)),)))
+    host = pack(layout, rows)
     return layout.views(host.ints, layout.ints), layout.views(host.floats, layout.floats)
 
 
