@@ -18,7 +18,8 @@ from dsjax.detokenizer import Detokenizer
 from dsjax.errors import ErrorCode, RequestError, invalid
 from dsjax.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from dsjax.runner.compiles import COMPILES
-from dsjax.runner.runner import Runner, StepOutput
+from dsjax.runner.output import Sent, StepOutput
+from dsjax.runner.runner import Runner
 from dsjax.scheduler.plan import RowPlan, StepPlan
 from dsjax.scheduler.scheduler import Scheduler
 from dsjax.tokenizer import Tokenizer
@@ -50,7 +51,7 @@ class EngineStats:
 
 class _InFlight(NamedTuple):
     plan: StepPlan
-    output: StepOutput
+    output: Sent
 
 
 @dataclass(eq=False)

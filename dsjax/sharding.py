@@ -141,8 +141,8 @@ class Placement:
 
     def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
         """Of a parameter, whose first axis the stages are joined along."""
-        first, *others = self.rules.spec(axes)
-        return NamedSharding(self.mesh, PartitionSpec((STAGE, *first), *others))
+        _, *others = self.rules.spec(axes)
+        return NamedSharding(self.mesh, PartitionSpec((STAGE, *self.rules.mesh_axes(axes[0])), *others))
 
     def put(self, axes: Sequence[str | None], stages: Sequence[np.ndarray]) -> jax.Array:
         """One parameter of every stage -> an array of which each device holds its part of its stage's.

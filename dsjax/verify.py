@@ -26,7 +26,8 @@ from dsjax.errors import ConfigError
 from dsjax.load import keeps_stored, load_runner, resolve_dtype
 from dsjax.model.build import assemble
 from dsjax.request import Request, SamplingParams
-from dsjax.runner.runner import Runner, StepOutput
+from dsjax.runner.output import Sent, StepOutput
+from dsjax.runner.runner import Runner
 from dsjax.scheduler.plan import StepPlan
 
 CHUNKS = (1, 2, 3, 5, 7, 16, 64)
@@ -195,11 +196,11 @@ class RecordingRunner:
         self.num_shards, self.has_mtp = runner.num_shards, has_mtp
         self.prompts: dict[str, Golden] = {}
 
-    def dispatch(self, plan: StepPlan) -> tuple[list[tuple[str, int, int]], StepOutput]:
+    def dispatch(self, plan: StepPlan) -> tuple[list[tuple[str, int, int]], Sent]:
         rows = [(row.request.parent_id, row.start, row.num_new) for row in plan.rows]
         return rows, self.runner.dispatch(plan)
 
-    def read(self, sent: tuple[list[tuple[str, int, int]], StepOutput]) -> StepOutput:
+    def read(self, sent: tuple[list[tuple[str, int, int]], Sent]) -> StepOutput:
         rows, output = sent
         output = self.runner.read(output)
         assert output.logits is not None

@@ -20,14 +20,17 @@ from flax import nnx
 from configs.models import MODELS
 from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.cache.state import CacheState
-from dsjax.config import CacheConfig, EngineConfig, LayerKind, ModelConfig, SchedulerConfig
+from dsjax.config import CacheConfig, EngineConfig, LayerKind, ModelConfig, ParallelConfig, SchedulerConfig, override
 from dsjax.engine import Engine
-from dsjax.model.build import abstract, assemble
+from dsjax.model.build import abstract, assemble, assemble_on_mesh
+from dsjax.model.stages import Stages
 from dsjax.runner.batch import Layout
 from dsjax.runner.buckets import Bucket
-from dsjax.runner.runner import Runner, StepOutput
+from dsjax.runner.output import Sent, StepOutput
+from dsjax.runner.runner import Runner
 from dsjax.runner.sampling import SlotTables
 from dsjax.scheduler.plan import StepPlan
+from dsjax.sharding import Placement, Rules, by_shard, make_mesh
 from tests.fakes import SMALL_CACHE, drain, request, small_spec, tokens_of
 
 MAX_MODEL_LEN, MAX_SEQS, MAX_TOKENS = 128, 64, 64
@@ -44,7 +47,7 @@ def tiny_config() -> ModelConfig:
 
 
 @functools.cache
-def tiny_weights() -> tuple[nnx.GraphDef, nnx.State]:
+def tiny_params() -> dict[str, np.ndarray]:
     """Random weights that spread the logits: greedy answers differ between prompts and do not repeat one token."""
     config, rng = tiny_config(), np.random.default_rng(0)
     _, shapes = abstract(config, jnp.dtype("float32"), with_mtp=False)
@@ -60,21 +63,34 @@ def tiny_weights() -> tuple[nnx.GraphDef, nnx.State]:
         else:
             fan_in = shape[-2] if len(shape) > 1 and "embedding" not in name else 1
             params[name] = rng.normal(0, 2 / math.sqrt(fan_in), shape)
-    return assemble(config, params, jnp.dtype("float32"), with_mtp=False)
+    return params
 
 
-def new_runner() -> Runner:
-    """A runner with nothing compiled."""
-    graph, params = tiny_weights()
+def tiny_weights() -> tuple[nnx.GraphDef, nnx.State]:
+    """The model on one device, for its whole-sequence forward."""
+    return assemble(tiny_config(), tiny_params(), jnp.dtype("float32"), with_mtp=False)
+
+
+def new_runner(parallel: ParallelConfig | None = None) -> Runner:
+    """A runner with nothing compiled, by default on the mesh that DSJAX_TEST_MESH names."""
+    parallel = parallel or default_parallel()
     config = tiny_config()
+    stages, mesh = Stages.of(config, parallel.pipeline_parallel_size), make_mesh(parallel)
+    placement = Placement(mesh, Rules.of(config, parallel))
+    graph, params = assemble_on_mesh(stages, tiny_params(), jnp.dtype("float32"), placement, with_mtp=False)
     scheduler = SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS)
-    spec = CacheSpec.of(config, CacheConfig(**{**SMALL_CACHE, "num_snapshots": 64}), scheduler, MAX_MODEL_LEN, 4)
+    parts = parallel.kv_parallel
+    cache = CacheConfig(**{**SMALL_CACHE, "num_snapshots": 64, "block_size": SMALL_CACHE["block_size"] // parts})
+    spec = CacheSpec.of(stages.config, cache, scheduler, MAX_MODEL_LEN, 4, num_parts=parts)
     runner = Runner(
-        config=config,
+        config=stages.config,
         graph=graph,
         params=params,
         spec=spec,
         scheduler=scheduler,
+        mesh=mesh,
+        active=stages.active,
+        num_microbatches=parallel.num_microbatches or parallel.pipeline_parallel_size,
         dtype=jnp.dtype("float32"),
         all_logits=True,
         fail_on_recompile=True,
@@ -83,6 +99,15 @@ def new_runner() -> Runner:
     runner.buckets.decode, runner.buckets.mixed = DECODE, MIXED
     runner._layouts = {bucket: Layout(bucket, spec) for bucket in runner.buckets}
     return runner
+
+
+def default_parallel() -> ParallelConfig:
+    """The engine tests' mesh: one device, or for a run of the same tests on many what the environment says, such as
+    DSJAX_TEST_MESH="mesh=data:2,model:4 kv_parallel=2"."""
+    parallel = ParallelConfig()
+    for setting in os.environ.get("DSJAX_TEST_MESH", "").split():
+        parallel = override(parallel, *setting.split("=", 1))
+    return parallel
 
 
 @functools.cache
@@ -120,8 +145,10 @@ class TinyRunner:
                 whole.kinds[kind].entries_per_page,
             )
             assert k.num_pages <= whole.kinds[kind].num_pages
-        self.cache = CacheState.create(whole, self.runner.config, jnp.dtype("float32"), math.nan)
-        shapes = SlotTables.create(whole.num_slots, self.runner.config.vocab_size)
+        mesh = self.runner.mesh
+        self.cache = CacheState.create(whole, self.runner.config, jnp.dtype("float32"), math.nan, mesh)
+        num_slots = self.num_shards * whole.num_slots
+        shapes = SlotTables.create(num_slots, self.runner.config.vocab_size, by_shard(mesh))
         self.slots = jax.tree.map(lambda x: jnp.full_like(x, 77), shapes)  # another's leftovers
         self.logits: dict[str, dict[int, np.ndarray]] = {}
         self.num_steps = 0
@@ -129,7 +156,7 @@ class TinyRunner:
     def warm_up(self, progress: bool = False) -> None:
         pass
 
-    def dispatch(self, plan: StepPlan) -> tuple[list[tuple[str, int, int]], StepOutput]:
+    def dispatch(self, plan: StepPlan) -> tuple[list[tuple[str, int, int]], Sent]:
         self.num_steps += 1
         rows = [(row.request.request_id, row.start, row.num_new) for row in plan.rows]
         runner = self.runner  # other engines use it in between
@@ -138,7 +165,7 @@ class TinyRunner:
         self.cache, self.slots = runner.cache, runner.slots
         return rows, output
 
-    def read(self, sent: tuple[list[tuple[str, int, int]], StepOutput]) -> StepOutput:
+    def read(self, sent: tuple[list[tuple[str, int, int]], Sent]) -> StepOutput:
         rows, output = sent
         output = self.runner.read(output)
         assert output.logits is not None

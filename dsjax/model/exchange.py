@@ -68,9 +68,7 @@ def _unpack(packed: jax.Array, num_local: int) -> tuple[jax.Array, jax.Array]:
     return jnp.where(here, local, num_local), jax.lax.bitcast_convert_type(weights, jnp.float32)
 
 
-def _gather(
-    x: jax.Array, experts: jax.Array, weights: jax.Array, num_local: int, compute: LocalExperts
-) -> jax.Array:
+def _gather(x: jax.Array, experts: jax.Array, weights: jax.Array, num_local: int, compute: LocalExperts) -> jax.Array:
     with jax.named_scope("gather_tokens"):
         packed = collectives.all_gather(_pack(experts, weights), DATA, axis=0)
         tokens = collectives.all_gather(x, DATA, axis=0)

@@ -6,6 +6,7 @@ a part. A stage skips the places it has no layer for; their parameters and cache
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -37,15 +38,13 @@ class Stages:
 
     @classmethod
     def of(cls, config: ModelConfig, num_stages: int) -> Stages:
-        """Splits the layers into runs of about equal length. Raises ConfigError if there are more stages than layers."""
+        """Splits the layers into runs of about equal length. Raises ConfigError for more stages than layers."""
         total = config.num_hidden_layers
         if num_stages > total:
-            raise ConfigError(
-                f"pipeline_parallel_size={num_stages} is more than the model's num_hidden_layers={total}"
-            )
+            raise ConfigError(f"pipeline_parallel_size={num_stages} is more than the model's num_hidden_layers={total}")
         bounds = [round(total * s / num_stages) for s in range(num_stages + 1)]
         kinds = [(kind, i < config.num_hash_layers) for i, kind in enumerate(config.layer_kinds)]
-        runs = [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        runs = [range(a, b) for a, b in itertools.pairwise(bounds)]
         pattern: list[_Layer] = []
         for run in runs:
             pattern = _shortest_common(pattern, [kinds[i] for i in run])

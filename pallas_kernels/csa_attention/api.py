@@ -14,7 +14,7 @@ def csa_attention(
     blocks: QueryBlocks,
     window_pages: Pages,
     entry_pages: Pages,
-    chosen: jax.Array,  # as indexer_topk returns it, of the entries here: mask [NB, B, entries], for B = 1 indices [NB, k]
+    chosen: jax.Array,  # as indexer_topk returns it: mask [NB, B, entries] of those here, for B = 1 indices [NB, k]
     sink: jax.Array,  # [N], or this device's part of it where several share the pages
     *,
     window: int,

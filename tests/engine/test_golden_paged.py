@@ -22,7 +22,7 @@ from dsjax.model.build import assemble
 from dsjax.request import Request, SamplingParams
 from dsjax.runner.batch import Layout, pack, unpack
 from dsjax.runner.buckets import Bucket
-from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
+from dsjax.scheduler.plan import RowPlan
 from dsjax.verify import ALL_MODES, Golden, RecordingRunner, read_golden, recording_runner, verify
 from tests.fakes import check_caches
 from tests.golden_sets import sets
@@ -184,7 +184,7 @@ def test_inner_tensors(folder):
             )
         )
     layout = Layout(Bucket(len(ids) + 16, 2, 16), spec)
-    host = pack(layout, StepPlan(shards=(ShardPlan(rows=rows),)))
+    host = pack(layout, rows)
     params = checkpoint.load_params(folder, config, include_mtp=False)
     graph, state = assemble(config, params, np.dtype("float32"), with_mtp=False)
     cache = CacheState.create(spec, config, np.dtype("float32"), fill=float("nan"))
@@ -194,7 +194,8 @@ def test_inner_tensors(folder):
     def run(state, cache, ints, floats):
         model, taps = nnx.merge(graph, state), {}
         batch, _ = unpack(layout, ints, floats, np.zeros(2, np.int32))
-        streams, _ = paged.forward(model, batch, cache, num_pages, taps.__setitem__)
+        streams = model.embed.as_streams(batch.token_ids)
+        streams, _ = paged.forward(model, batch, streams, cache, num_pages, taps.__setitem__)
         model.logits(streams, taps.__setitem__)
         taps["embed"] = model.embed(batch.token_ids)
         masks = {n: v.reshape(-1, v.shape[2])[batch.token_block] for n, v in taps.items() if n.endswith("index_mask")}
