@@ -9,11 +9,12 @@ import pytest
 
 from dsjax.cache.spec import EntryKind
 from tests.fakes import assert_idle, drain, request, tokens_of
-from tests.tiny_model import random_prompt, solo, tiny_config, tiny_engine
+from tests.tiny_model import default_parallel, random_prompt, solo, tiny_config, tiny_engine
 
 NO_CACHE = {"enable_prefix_caching": False}
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 15, 16, 17, 23, 24, 25, 31, 32, 33, 40, 41)
 NUM_OUTPUT = 10
+ATOL = 1e-4 if default_parallel().num_devices == 1 else 2e-4  # parts on several devices add up in another order
 
 
 def prompts(num: int) -> dict[str, list[int]]:
@@ -86,7 +87,7 @@ def test_chunks_of_any_size(chunk):
     ours, theirs = engine.runner.logits["one#0"], whole.runner.logits["one#0"]
     assert ours.keys() == theirs.keys() == set(range(41 + NUM_OUTPUT - 1))
     for position, row in theirs.items():
-        np.testing.assert_allclose(ours[position], row, atol=1e-4, err_msg=f"position {position}")
+        np.testing.assert_allclose(ours[position], row, atol=ATOL, err_msg=f"position {position}")
 
 
 def test_a_batch_that_drains_from_eight_to_one():
