@@ -21,20 +21,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from dsjax.axes import ALL, DATA, KV, MESH_AXES, MODEL, SHARD, STAGE
 from dsjax.config import LayerKind, ModelConfig, ParallelConfig
 from dsjax.errors import ConfigError
-from dsjax.model.axes import ALL, DATA, KV, MESH_AXES, MODEL, SHARD, STAGE
 
 # Axes that hold two halves, gate and up, of which each device gets a part.
 HALVES = ("gate_up", "expert_gate_up")
 
 
-def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(parallel: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The first `num_devices` of the devices (default: all of every process). Raises ConfigError where they do not
     divide."""
     devices = jax.devices() if devices is None else devices
@@ -152,7 +153,7 @@ class Placement:
         shape = stages[0].shape
         parts = [self._split(name, size) for name, size in zip(axes, shape, strict=True)]
 
-        def of_device(index: tuple[slice, ...]) -> np.ndarray:
+        def of_device(index: Any) -> np.ndarray:  # a slice of each axis
             stage, start = divmod(index[0].start or 0, shape[0])
             array = stages[stage]
             for axis, (at, part) in enumerate(zip(index, parts, strict=True)):

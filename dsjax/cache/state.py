@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dsjax import sharding
+from dsjax.axes import DATA, STAGE
 from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.config import LayerKind, ModelConfig
-from dsjax.model.axes import DATA, STAGE
 
 
 class CacheState(NamedTuple):

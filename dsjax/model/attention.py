@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dsjax.axes import KV, MODEL
 from dsjax.config import LayerKind, ModelConfig
-from dsjax.model.axes import KV, MODEL
 from dsjax.model.compressor import Compressor, num_visible
 from dsjax.model.indexer import Indexer
 from dsjax.model.norm import RMSNorm, rms

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from dsjax.model.axes import ALL, DATA, SHARD
+from dsjax.axes import ALL, DATA, SHARD
 from pallas_kernels import collectives
 
 # x [T, D], local expert numbers [T, k] (the number of local experts: none), weights [T, k] -> [T, D] float32

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dsjax.axes import SHARD
 from dsjax.config import LayerKind, ModelConfig
-from dsjax.model.axes import SHARD
 from dsjax.model.compressor import Compressor
 from dsjax.model.param import HIGHEST, Linear
 from dsjax.model.rope import CosSin, frequencies, rotate
@@ -20,7 +20,9 @@ class Indexer(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
         heads, width = config.index_n_heads, config.index_head_dim
-        self.wq_b = Linear(rngs, (config.q_lora_rank, heads * width), ("q_lora", "index_heads"), dtype, config.quant_method)
+        self.wq_b = Linear(
+            rngs, (config.q_lora_rank, heads * width), ("q_lora", "index_heads"), dtype, config.quant_method
+        )
         self.weights_proj = Linear(rngs, (config.hidden_size, heads), ("embed", None), dtype)
         self.compressor = Compressor(
             config.hidden_size,

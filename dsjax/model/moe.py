@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dsjax.axes import SHARD
 from dsjax.config import ModelConfig
-from dsjax.model.axes import SHARD
 from dsjax.model.exchange import exchange
 from dsjax.model.param import HIGHEST, Buffer, Linear, constant, normal, weight, widen
 from pallas_kernels import collectives

@@ -11,11 +11,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from dsjax.axes import KV
 from dsjax.cache.spec import EntryKind
 from dsjax.cache.state import CacheState
 from dsjax.config import LayerKind
 from dsjax.model.attention import Attention
-from dsjax.model.axes import KV
 from dsjax.model.batch import ForwardBatch
 from dsjax.model.compressor import Compressor
 from dsjax.model.rope import CosSin

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dsjax.axes import SHARD
 from dsjax.config import LayerKind, ModelConfig
 from dsjax.model.attention import Attention
-from dsjax.model.axes import SHARD
 from dsjax.model.mhc import HyperConnection, HyperHead
 from dsjax.model.moe import MoE
 from dsjax.model.mtp import MTP

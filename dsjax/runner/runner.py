@@ -18,10 +18,10 @@ from jax.sharding import Mesh, PartitionSpec
 from tqdm import tqdm
 
 from dsjax import sharding
+from dsjax.axes import DATA
 from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.cache.state import CacheState
 from dsjax.config import ModelConfig, SchedulerConfig
-from dsjax.model.axes import DATA
 from dsjax.runner import sampling, step
 from dsjax.runner.batch import Layout, pack
 from dsjax.runner.buckets import Bucket, Buckets

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dsjax.axes import DATA, STAGE
 from dsjax.cache.spec import EntryKind
 from dsjax.cache.state import CacheState
 from dsjax.model import paged
-from dsjax.model.axes import DATA, STAGE
 from dsjax.model.batch import ForwardBatch
 from dsjax.model.transformer import Transformer
 from dsjax.runner import output, sampling
@@ -73,7 +73,8 @@ def step(
                 pages = dict(config.num_pages)
                 draft, cache = paged.draft(model, streams[m], following, forward, cache, pages)
                 drafts.append(draft)
-    return cache, slots, DeviceOutput(_everywhere(packed), _everywhere(every), _everywhere(drafts))
+    logits, draft_logits = (_everywhere(some) if some else None for some in (every, drafts))
+    return cache, slots, DeviceOutput(_everywhere(packed), logits, draft_logits)
 
 
 def _pipeline(config: StepConfig, model: Transformer, batch, num_batches: int, cache: CacheState):
@@ -134,10 +135,8 @@ def _of_last_stage(x: jax.Array) -> jax.Array:
     return collectives.psum(jnp.where(last, x, jnp.zeros_like(x)), STAGE)
 
 
-def _everywhere(parts: list[jax.Array]) -> jax.Array | None:
+def _everywhere(parts: list[jax.Array]) -> jax.Array:
     """Results of this shard's micro-batches -> [D, M, ...] of all shards, as the last stage has them."""
-    if not parts:
-        return None
     return collectives.all_gather(_of_last_stage(jnp.stack(parts))[None], DATA, axis=0)
 
 
