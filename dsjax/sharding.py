@@ -44,10 +44,13 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[Any] | None = None) ->
         sizes = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
         if jax.process_count() > 1:
             sizes = [len(devices)]
+        hint = ""
+        if devices[0].platform == "cpu" and num > len(devices):
+            hint = f", or have {num} with XLA_FLAGS=--xla_force_host_platform_device_count={num}"
         raise ConfigError(
             f"mesh stage:{parallel.pipeline_parallel_size},data:{parallel.data_parallel_size},"
             f"model:{parallel.tensor_parallel_size} takes {num} devices and there are {len(devices)}: choose sizes "
-            f"whose product is {' or '.join(map(str, sizes))}"
+            f"whose product is {' or '.join(map(str, sizes))}{hint}"
         )
     shape = (
         parallel.pipeline_parallel_size,

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from dsjax import checkpoint
-from dsjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from dsjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from dsjax.engine import Engine
 from dsjax.errors import ConfigError
 from dsjax.load import keeps_stored, load_runner, resolve_dtype
@@ -112,9 +112,10 @@ def verify(
     kv_cache_dtype: str = "auto",
     dtype: str = "float32",
     weight_format: str = "auto",
+    parallel: ParallelConfig | None = None,
 ) -> Iterator[Result]:
-    """Runs every prompt in every mode: full (whole-sequence forward), paged (prompts whole, several in a step),
-    chunk=N (N tokens a step) and token (one token a step in decode shape). Raises ConfigError."""
+    """Runs every prompt in every mode: full (whole-sequence forward on one device), paged (prompts whole, several in a
+    step), chunk=N (N tokens a step) and token (one token a step in decode shape). Raises ConfigError."""
     config = ModelConfig.from_dir(path)
     prompts = read_golden(path)
     steps = [parse_mode(mode) for mode in modes]
@@ -131,6 +132,7 @@ def verify(
             dtype=dtype,
             weight_format=weight_format,
             with_mtp=with_mtp,
+            parallel=parallel,
         )
         for mode, num_tokens in zip(modes, steps, strict=True):
             if num_tokens is not None:
@@ -228,6 +230,7 @@ def recording_runner(
     dtype: str = "float32",
     weight_format: str = "auto",
     with_mtp: bool = False,
+    parallel: ParallelConfig | None = None,
     **cache: Any,
 ) -> tuple[RecordingRunner, int]:
     """A runner for sequences of up to `longest` tokens, and its max_model_len; `cache` sets fields of CacheConfig."""
@@ -244,6 +247,7 @@ def recording_runner(
         dtype=dtype,
         weight_format=weight_format,
         with_mtp=with_mtp,
+        parallel=parallel,
         all_logits=True,
         fill=math.nan,  # a read of something unwritten must show
     )

@@ -11,12 +11,12 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import flags
 
 from configs import serving
-from dsjax.config import EngineConfig, field_paths, override
+from dsjax.config import EngineConfig, ParallelConfig, field_paths, override
 from dsjax.errors import ConfigError, RequestError
 from dsjax.request import SamplingParams
 
@@ -94,7 +94,16 @@ def define_engine_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_multi_string(
         "set", [], "a field of the config, e.g. --set cache.block_size=64; may be repeated", flag_values=values
     )
-    for path, default in field_paths(EngineConfig(model=DEFAULT_MODEL)).items():
+    _define_fields(values, EngineConfig(model=DEFAULT_MODEL))
+
+
+def define_parallel_flags(values: flags.FlagValues) -> None:
+    """Flags of ParallelConfig's fields alone, for programs that have no engine's other settings."""
+    _define_fields(values, ParallelConfig())
+
+
+def _define_fields(values: flags.FlagValues, config: Any) -> None:
+    for path, default in field_paths(config).items():
         name = path.rpartition(".")[2]
         shown = "" if name == "model" else f" (default: {default!r})"
         text = f"{_HELP.get(name, f'EngineConfig.{path}')}{shown}"
@@ -168,14 +177,21 @@ def _define(values: flags.FlagValues, name: str, kind: type, default: Any, text:
     define[kind](name, default, text, flag_values=values)
 
 
+def parallel_config(values: flags.FlagValues) -> ParallelConfig:
+    """What the flags of `define_parallel_flags` mean. Raises ConfigError."""
+    return _apply(ParallelConfig(), _given(values, ParallelConfig()))
+
+
+def _given(values: flags.FlagValues, config: Any) -> list[tuple[str, str]]:
+    """(path, value) of the config's fields whose flags were given."""
+    found = ((path, value_of(values, path.rpartition(".")[2])) for path in field_paths(config))
+    return [(path, str(value)) for path, value in found if value is not None]
+
+
 def engine_config(values: flags.FlagValues) -> EngineConfig:
     """The config that the parsed flags mean. Raises ConfigError."""
     config = serving.load(values.config) if values.config else EngineConfig(model=values.model or DEFAULT_MODEL)
-    changes = []
-    for path in field_paths(config):
-        value = value_of(values, path.rpartition(".")[2])
-        if value is not None:
-            changes.append((path, str(value)))
+    changes = _given(values, config)
     for assignment in value_of(values, "set"):
         path, equals, value = assignment.partition("=")
         if not equals:
@@ -189,7 +205,10 @@ def value_of(values: flags.FlagValues, name: str) -> Any:
     return values[name].value
 
 
-def _apply(config: EngineConfig, changes: Sequence[tuple[str, str]]) -> EngineConfig:
+C = TypeVar("C")
+
+
+def _apply(config: C, changes: Sequence[tuple[str, str]]) -> C:
     """Applies the changes in turn; fields that limit each other may come in either order."""
     pending = list(changes)
     while pending:

@@ -16,7 +16,7 @@ from dsjax.errors import ConfigError
 from servers import flags as server_flags
 
 PROGRAM = "dsjax-verify"
-USAGE = "dsjax-verify DIR [--mode=full|paged|chunk=N|token ...] [--kv_cache_dtype=auto|float32|bfloat16] [--atol=2e-4]"
+USAGE = "dsjax-verify DIR [--mode=full|paged|chunk=N|token ...] [--mesh=data:2,model:4] [--atol=2e-4]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +34,7 @@ def _main(argv: Sequence[str]) -> int:
     flags.DEFINE_string(
         "weight_format", "auto", "auto (widened on the CPU, else stored), stored, widened", flag_values=values
     )
+    server_flags.define_parallel_flags(values)
     flags.DEFINE_float("atol", 2e-4, "largest allowed difference of a logit", flag_values=values)
     flags.DEFINE_string(
         "compilation_cache_dir",
@@ -50,6 +51,7 @@ def _main(argv: Sequence[str]) -> int:
     modes = tuple(values.mode or ALL_MODES)
     for mode in modes:
         parse_mode(mode)
+    parallel = server_flags.parallel_config(values)
     if values.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype={values.dtype!r} must be one of float32, bfloat16")
     if values.weight_format not in ("auto", "stored", "widened"):
@@ -65,6 +67,7 @@ def _main(argv: Sequence[str]) -> int:
         kv_cache_dtype=values.kv_cache_dtype,
         dtype=values.dtype,
         weight_format=values.weight_format,
+        parallel=parallel,
     ):
         passed = result.passes(values.atol)
         failed += not passed
