@@ -88,51 +88,50 @@ def stored_params(config: ModelConfig, params: list[Param]) -> list[Param]:
     """`params` with every quantised weight as two of them, its codes and its scale, as `config` says it is stored.
 
     The model's matrices are [in, out]; codes and scales are those of the checkpoint with the axes swapped, and packed
-    along `in`. Raises ConfigError where pieces of a weight do not begin at a tile of scales.
+    along `in`. Raises ConfigError where a weight is not of whole tiles.
     """
     formats = {SourceKind.LINEAR: config.quant_method, SourceKind.EXPERT: config.expert_format}
+    if config.expert_format and any(p.sources[0].kind is SourceKind.FLOAT for p in params if ".ffn.experts." in p.path):
+        raise ConfigError(
+            "weight_format='stored' cannot keep transformers' fused experts, which have no quantised form: "
+            "use weight_format='widened'"
+        )
     out = []
     for param in params:
         form = formats.get(param.sources[0].kind)
-        if form is None and ".ffn.experts." in param.path and config.expert_format:
-            raise ConfigError(
-                "weight_format='stored' cannot keep transformers' fused experts, which have no quantised form: "
-                "use weight_format='widened'"
-            )
         out += [param] if form is None else _codes_and_scale(param, form)
     return out
 
 
 def _codes_and_scale(param: Param, form: str) -> tuple[Param, Param]:
     *stack, n_in, n_out = param.shape
+    # A weight is made of pieces along `out` (gate and up, groups), and a mesh may cut it: all at whole tiles of scales.
+    slices = [i for s in param.sources for i in s.index if isinstance(i, slice)]
+    piece = slices[0].stop if slices else n_out
+    fp4 = form == "fp4"
+    tile = (quant.FP4_BLOCK, 1) if fp4 else (quant.FP8_BLOCK, quant.FP8_BLOCK)
+    if n_in % tile[0] or piece % tile[1]:
+        raise ConfigError(
+            f"weight_format='stored' needs {param.path} to be of whole tiles of {tile[0]} x {tile[1]}, which share a "
+            f"scale, and it is {n_in} x {piece}: use weight_format='widened'"
+        )
+
+    def in_tiles(i: Any) -> Any:
+        return slice(i.start // tile[1], i.stop // tile[1]) if isinstance(i, slice) else i
+
     codes = tuple(dataclasses.replace(s, kind=SourceKind.CODES) for s in param.sources)
-    scales = [dataclasses.replace(s, kind=SourceKind.SCALE) for s in param.sources]
-    if form == "fp4":
-        dtypes, shape = ("int8", "uint8"), (*stack, n_in // 2, n_out)
-        scale_shape = (*stack, quant.ceil_div(n_in, quant.FP4_BLOCK), n_out)
-    else:
-        block = quant.FP8_BLOCK
-        dtypes, shape = ("float8_e4m3fn", "float32"), param.shape
-        scale_shape = (*stack, quant.ceil_div(n_in, block), quant.ceil_div(n_out, block))
-        # A piece along `out`, of a joined weight or of groups that the checkpoint has in one matrix, is whole tiles.
-        joined = [i for s in scales for i in s.index if isinstance(i, slice)]
-        pieces = [i.stop - i.start for i in joined] or ([n_out] if stack and len(scales) == 1 else [])
-        for size in pieces:
-            if size % block:
-                raise ConfigError(
-                    f"weight_format='stored' needs the parts of {param.path} to be a multiple of {block} columns, the "
-                    f"tile of an FP8 scale, not {size}: use weight_format='widened'"
-                )
-
-        def in_tiles(i: Any) -> Any:
-            return slice(i.start // block, i.stop // block) if isinstance(i, slice) else i
-
-        scales = [dataclasses.replace(s, index=tuple(map(in_tiles, s.index))) for s in scales]
+    scales = (dataclasses.replace(s, kind=SourceKind.SCALE, index=tuple(map(in_tiles, s.index))) for s in param.sources)
+    shape = (*stack, n_in // 2, n_out) if fp4 else param.shape
     path = param.path.removesuffix(".kernel")
-    scale_path = f"{path}.scale" if path != param.path else f"{path}_scale"
     return (
-        dataclasses.replace(param, shape=shape, policy=dtypes[0], sources=codes),
-        Param(scale_path, scale_shape, dtypes[1], tuple(scales), param.transposed),
+        dataclasses.replace(param, shape=shape, policy="int8" if fp4 else "float8_e4m3fn", sources=codes),
+        Param(
+            f"{path}.scale" if path != param.path else f"{path}_scale",
+            (*stack, n_in // tile[0], n_out // tile[1]),
+            "uint8" if fp4 else "float32",
+            tuple(scales),
+            param.transposed,
+        ),
     )
 
 

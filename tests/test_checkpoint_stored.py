@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -89,11 +88,10 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path):
 
     save_checkpoint(tmp_path / "small", SMALL, random_params(SMALL), quantization="fp8")
     small = ModelConfig.from_dir(tmp_path / "small")
-    with pytest.raises(ConfigError, match=r"the parts of layers.0.attn.wo_a.kernel to be a multiple of 128 columns"):
+    with pytest.raises(ConfigError, match=r"layers.0.attn.wq_a.kernel to be of whole tiles of 128 x 128, which"):
         load_params(tmp_path / "small", small, stored=True)
 
     fused = {"layers.0.mlp.experts.gate_up_proj": np.zeros(1, np.float32), "embed_tokens.weight": np.zeros(1)}
     write(tmp_path / "fused", {n: t.astype(np.float32) for n, t in fused.items()}, small)
-    wide = dataclasses.replace(small, o_lora_rank=128)
     with pytest.raises(ConfigError, match="cannot keep transformers' fused experts"):
-        load_params(tmp_path / "fused", wide, stored=True)
+        load_params(tmp_path / "fused", small, stored=True)
