@@ -113,6 +113,7 @@ def verify(
     dtype: str = "float32",
     weight_format: str = "auto",
     parallel: ParallelConfig | None = None,
+    scanned: bool | None = None,
 ) -> Iterator[Result]:
     """Runs every prompt in every mode: full (whole-sequence forward on one device), paged (prompts whole, several in a
     step), chunk=N (N tokens a step) and token (one token a step in decode shape). Raises ConfigError."""
@@ -131,6 +132,7 @@ def verify(
             kv_cache_dtype=kv_cache_dtype,
             dtype=dtype,
             weight_format=weight_format,
+            scanned=scanned,
             with_mtp=with_mtp,
             parallel=parallel,
         )
@@ -229,6 +231,7 @@ def recording_runner(
     kv_cache_dtype: str = "auto",
     dtype: str = "float32",
     weight_format: str = "auto",
+    scanned: bool | None = None,
     with_mtp: bool = False,
     parallel: ParallelConfig | None = None,
     **cache: Any,
@@ -246,6 +249,7 @@ def recording_runner(
         ),
         dtype=dtype,
         weight_format=weight_format,
+        scanned=scanned,
         with_mtp=with_mtp,
         parallel=parallel,
         all_logits=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -12,16 +12,21 @@ from flax import nnx
 
 from dsjax.config import ModelConfig
 from dsjax.errors import ConfigError
+from dsjax.model.repeat import Repeat
 from dsjax.model.stages import Stages
 from dsjax.model.transformer import Transformer
 from dsjax.sharding import Placement
 
 
 def abstract(
-    config: ModelConfig, dtype: jnp.dtype, *, with_mtp: bool, stored: bool = False
+    config: ModelConfig, dtype: jnp.dtype, *, with_mtp: bool, stored: bool = False, scanned: bool = False
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's graph and its parameters as shapes, without allocating any."""
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype, with_mtp=with_mtp, stored=stored)))
+
+    def build() -> Transformer:
+        return Transformer(config, nnx.Rngs(0), dtype, with_mtp=with_mtp, stored=stored, scanned=scanned)
+
+    return nnx.split(nnx.eval_shape(build))
 
 
 def assemble(
@@ -34,7 +39,8 @@ def assemble(
     graph, state = abstract(config, dtype, with_mtp=with_mtp, stored=stored)
     leaves = _by_name(state)
     _check_names(leaves.keys(), params.keys())
-    return graph, _filled(state, {name: jnp.asarray(_checked(name, leaf, params)) for name, leaf in leaves.items()})
+    arrays = {name: jnp.asarray(_checked(name, leaf.shape, params), leaf.dtype) for name, leaf in leaves.items()}
+    return graph, _filled(state, arrays)
 
 
 def assemble_on_mesh(
@@ -45,21 +51,21 @@ def assemble_on_mesh(
     *,
     with_mtp: bool,
     stored: bool = False,
+    scanned: bool = False,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """The same for the model of a pipeline stage: every device gets its part of its stage's parameters.
 
     Raises ConfigError also where a parameter cannot be split.
     """
-    graph, state = abstract(stages.config, dtype, with_mtp=with_mtp, stored=stored)
+    graph, state = abstract(stages.config, dtype, with_mtp=with_mtp, stored=stored, scanned=scanned)
     leaves = _by_name(state)
-    sources = {name: stages.sources(name) for name in leaves}
-    _check_names({source for of_stages in sources.values() for source in of_stages if source}, params.keys())
+    repeat = Repeat.of(stages.config) if scanned else Repeat.none(stages.config)
+    # of each parameter, for each stage, those of the checkpoint that it is made of
+    sources = {name: list(zip(*map(stages.sources, repeat.parts(name)), strict=True)) for name in leaves}
+    _check_names({s for of_stages in sources.values() for parts in of_stages for s in parts if s}, params.keys())
     placed = {}
     for name, leaf in leaves.items():
-        arrays = [
-            np.zeros(leaf.shape, leaf.dtype) if source is None else _checked(source, leaf, params)
-            for source in sources[name]
-        ]
+        arrays = [_joined(parts, leaf, params) for parts in sources[name]]
         placed[name] = placement.put(leaf.get_metadata("logical_axes"), arrays)
     return graph, _filled(state, placed)
 
@@ -73,12 +79,22 @@ def _check_names(wanted: Set[str], found: Set[str]) -> None:
         raise ConfigError(f"parameters do not fit the model: {sorted(wanted ^ found)[:5]} are on one side only")
 
 
-def _checked(name: str, leaf: nnx.Variable, params: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The parameter in the model's dtype. Asks for it once: a checkpoint reads it."""
+def _joined(parts: Sequence[str | None], leaf: nnx.Variable, params: Mapping[str, np.ndarray]) -> np.ndarray:
+    """One parameter, or those of several layers stacked; zero where the stage lacks the layer."""
+    shape = leaf.shape if len(parts) == 1 else leaf.shape[1:]
+    out = np.zeros((len(parts), *shape), leaf.dtype)
+    for i, name in enumerate(parts):
+        if name is not None:
+            out[i] = _checked(name, shape, params)
+    return out.reshape(leaf.shape)
+
+
+def _checked(name: str, shape: tuple[int, ...], params: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The parameter. Asks for it once: a checkpoint reads it."""
     array = params[name]
-    if leaf.shape != array.shape:
-        raise ConfigError(f"parameter {name} has shape {array.shape}, the model wants {leaf.shape}")
-    return np.asarray(array, leaf.dtype)
+    if shape != array.shape:
+        raise ConfigError(f"parameter {name} has shape {array.shape}, the model wants {shape}")
+    return array
 
 
 def _filled(state: nnx.State, arrays: Mapping[str, jax.Array]) -> nnx.State:

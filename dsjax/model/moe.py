@@ -54,7 +54,10 @@ class Gate(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The routed experts' weights, stacked: w13 [E, D, 2F] (gate, then up) and w2 [E, F, D], stored or in `dtype`."""
+    """The routed experts' weights, stacked: w13 [E, D, 2F] (gate, then up) and w2 [E, F, D], stored or in `dtype`.
+
+    In a scanned model they are those of every round, [rounds, E, ...], of which round `round` is in use.
+    """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
         e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
@@ -62,6 +65,7 @@ class Experts(nnx.Module):
         self.w13, self.w13_scale = weight(rngs, (e, d, 2 * f), ("expert", "embed", "expert_gate_up"), dtype, stored)
         self.w2, self.w2_scale = weight(rngs, (e, f, d), ("expert", "expert_ffn", "embed"), dtype, stored)
         self.config = config
+        self.round: int | jax.Array = 0
 
     def dense(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Every expert on every token, then the chosen ones summed: differentiable, and exact. -> [T, D] float32.
@@ -79,7 +83,7 @@ class Experts(nnx.Module):
     @property
     def num_local(self) -> int:
         """Experts on this device."""
-        return self.w13.shape[0]
+        return self.w13.shape[-3]
 
     def grouped(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Only the chosen experts of this device, tokens sorted by expert; expert `num_local` is none and makes no
@@ -87,10 +91,15 @@ class Experts(nnx.Module):
         num_rows, k = experts.shape
         num_devices = self.config.n_routed_experts // self.num_local
         tiles = group_tiles(experts, self.num_local, num_devices)
+        tiles = tiles._replace(group=tiles.group + self.round * self.num_local)
         rows = jnp.take(x, tiles.source // k, axis=0, mode="fill", fill_value=0)  # [P, D]
-        w13_scale, w2_scale = (None if scale is None else scale[...] for scale in (self.w13_scale, self.w2_scale))
-        hidden = clamped_swiglu(grouped_matmul(rows, self.w13[...], tiles, w13_scale), self.config.swiglu_limit)
-        out = grouped_matmul(hidden.astype(x.dtype), self.w2[...], tiles, w2_scale)  # [P, D] float32
+
+        def multiply(x: jax.Array, weights: nnx.Variable, scale: nnx.Variable | None) -> jax.Array:
+            groups, scales = (v and v[...].reshape(-1, *v.shape[-2:]) for v in (weights, scale))
+            return grouped_matmul(x, groups, tiles, scales)
+
+        hidden = clamped_swiglu(multiply(rows, self.w13, self.w13_scale), self.config.swiglu_limit)
+        out = multiply(hidden.astype(x.dtype), self.w2, self.w2_scale)  # [P, D] float32
         out = jnp.take(out, tiles.destination, axis=0, mode="fill", fill_value=0).reshape(num_rows, k, -1)
         return jnp.sum(out * weights[..., None], axis=1)
 

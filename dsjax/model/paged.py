@@ -19,7 +19,7 @@ from dsjax.model.attention import Attention
 from dsjax.model.batch import ForwardBatch
 from dsjax.model.compressor import Compressor
 from dsjax.model.rope import CosSin
-from dsjax.model.transformer import Tap, Transformer
+from dsjax.model.transformer import Block, Tap, Transformer
 from pallas_kernels import collectives
 from pallas_kernels.blocks import Pages
 from pallas_kernels.cache_write import NOWHERE, cache_write
@@ -28,6 +28,8 @@ from pallas_kernels.csa_attention import csa_attention
 from pallas_kernels.hca_attention import hca_attention
 from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.swa_attention import swa_attention
+
+Carry = tuple[jax.Array, CacheState]  # streams and cache, from layer to layer
 
 ENTRY_KIND = {LayerKind.CSA: EntryKind.CSA, LayerKind.HCA: EntryKind.HCA}
 
@@ -44,22 +46,49 @@ def forward(
     """Runs the new tokens of every row through the layers. `num_pages` is the pages a layer of each kind has.
 
     `active` [layers] bool says which layers there are on this pipeline stage; the others change nothing that counts.
+    Layers that the model holds stacked run in a loop with the cache in its carry, and cannot be tapped.
 
     Inside `shard_map` everything is this device's part, and the tokens are those of its data shard.
     Returns the last streams [S, T, D] (meaningless at padding) and the updated cache.
     """
     tables = model.tables(batch.positions)
-    nth = dict.fromkeys(LayerKind, 0)  # how many layers of each kind came before
-    for layer, block in enumerate(model.blocks()):
-        inner = None if tap is None else lambda name, value, layer=layer: tap(f"L{layer}.{name}", value)
-        step = _LayerStep(batch, cache, num_pages, layer, nth[block.kind], inner)
-        with jax.named_scope(f"layer{layer}"):
-            attend = functools.partial(step.attend, block.attn, table=tables[block.kind])
-            after = block(streams, batch.token_ids, attend, batch.num_tokens, inner)
-        streams = after if active is None else jnp.where(active[layer], after, streams)
-        cache = step.cache
-        nth[block.kind] += 1
-    return streams, cache
+    repeat, config = model.repeat, model.config
+    if tap is not None and repeat.count:
+        raise ValueError("inner tensors can be had from a model built with scanned=False")
+
+    def before(layer: int, kind: LayerKind) -> int:
+        return config.layer_kinds[:layer].count(kind)
+
+    def run(block: Block, layer: int | jax.Array, nth: int | jax.Array, carry: Carry) -> Carry:
+        """Layer `layer` of all and `nth` of its kind."""
+        streams, cache = carry
+        inner = None if tap is None else lambda name, value: tap(f"L{layer}.{name}", value)
+        step = _LayerStep(batch, cache, num_pages, layer, nth, inner)
+        attend = functools.partial(step.attend, block.attn, table=tables[block.kind])
+        after = block(streams, batch.token_ids, attend, batch.num_tokens, inner)
+        return after if active is None else jnp.where(active[layer], after, streams), step.cache
+
+    def one_round(carry: Carry, i: jax.Array) -> tuple[Carry, None]:
+        for k, block in enumerate(model.round(i)):
+            first = repeat.first + k
+            nth = before(first, block.kind)
+            in_round = before(first + repeat.period, block.kind) - nth
+            with jax.named_scope(f"repeated{k}"):
+                carry = run(block, first + i * repeat.period, nth + i * in_round, carry)
+        return carry, None
+
+    alone = iter(model.blocks())
+
+    def run_alone(layers: range, carry: Carry) -> Carry:
+        for layer, block in zip(layers, alone, strict=False):
+            with jax.named_scope(f"layer{layer}"):
+                carry = run(block, layer, before(layer, block.kind), carry)
+        return carry
+
+    carry = run_alone(range(repeat.first), (streams, cache))
+    if repeat.count:
+        carry, _ = jax.lax.scan(one_round, carry, jnp.arange(repeat.count))
+    return run_alone(range(repeat.end, config.num_hidden_layers), carry)
 
 
 def draft(
@@ -75,7 +104,7 @@ def draft(
     The block is one more sliding layer: its window rows are the WINDOW pool's last layer.
     """
     table = model.tables(batch.positions)[LayerKind.SLIDING]
-    step = _LayerStep(batch, cache, num_pages, len(model.layers), 0, None)
+    step = _LayerStep(batch, cache, num_pages, model.config.num_hidden_layers, 0, None)
     block = model.mtp.block
     x = model.mtp.inputs(streams, model.embed(following))
     x = block(x, following, functools.partial(step.attend, block.attn, table=table), batch.num_tokens)
@@ -90,8 +119,8 @@ class _LayerStep:
         batch: ForwardBatch,
         cache: CacheState,
         num_pages: dict[EntryKind, int],
-        layer: int,  # among all layers
-        nth: int,  # among the layers of its kind
+        layer: int | jax.Array,  # among all layers
+        nth: int | jax.Array,  # among the layers of its kind
         tap: Tap | None,
     ):
         self.batch, self.cache, self.num_pages = batch, cache, num_pages
@@ -163,14 +192,14 @@ class _LayerStep:
     def _num_layers(self, kind: EntryKind) -> int:
         return self.cache.pools[kind].shape[0] // self.num_pages[kind]
 
-    def _write(self, kind: EntryKind, slots: jax.Array, entries: jax.Array, layer: int) -> None:
+    def _write(self, kind: EntryKind, slots: jax.Array, entries: jax.Array, layer: int | jax.Array) -> None:
         parts = collectives.size(KV)
         if parts > 1:  # entries are dealt out one by one, see pallas_kernels.blocks
             slots = jnp.where(slots % parts == collectives.index(KV), slots // parts, NOWHERE)
         pool = cache_write(self.cache.pools[kind], slots, entries, layer=layer, num_pages=self.num_pages[kind])
         self.cache = self.cache._replace(pools={**self.cache.pools, kind: pool})
 
-    def _pages(self, kind: EntryKind, layer: int) -> Pages:
+    def _pages(self, kind: EntryKind, layer: int | jax.Array) -> Pages:
         table = self.batch.tables[EntryKind.CSA if kind is EntryKind.INDEX_KEY else kind]
         return Pages(self.cache.pools[kind], table, layer, self.num_pages[kind], KV)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsjax.config import LayerKind, ModelConfig
+from dsjax.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Repeat:
         Layers are the same if they are of one kind and route alike, by token id or by score.
         """
         layers = [(kind, i < config.num_hash_layers) for i, kind in enumerate(config.layer_kinds)]
-        total, best = len(layers), cls(len(layers), 1, 0)
+        total, best = len(layers), cls.none(config)
         for period in range(1, total // 2 + 1):
             for first in range(total - 2 * period + 1):
                 end = first + period
@@ -42,15 +42,18 @@ class Repeat:
                     best = cls(first, period, count)
         return best
 
-    def place(self, layer: int) -> tuple[str, int | None]:
-        """Where layer `layer` is held: its prefix among a model's paths, and its round if it is stacked."""
-        if layer < self.first:
-            return f"layers.{layer}.", None
-        if layer < self.end:
-            round_, k = divmod(layer - self.first, self.period)
-            return f"repeated.{k}.", round_
-        return f"layers.{layer - self.period * self.count}.", None
+    @classmethod
+    def none(cls, config: ModelConfig) -> Repeat:
+        """No loop: every layer by itself."""
+        return cls(config.num_hidden_layers, 0, 0)
 
-    def before(self, config: ModelConfig, layer: int) -> dict[LayerKind, int]:
-        """How many layers of each kind come before `layer`."""
-        return {kind: config.layer_kinds[:layer].count(kind) for kind in LayerKind}
+    def parts(self, name: str) -> list[str]:
+        """The parameters, named by layer, that a model's parameter `name` is made of: one of every round if stacked."""
+        kind, _, rest = name.partition(".")
+        if kind not in ("layers", "repeated"):
+            return [name]
+        index, _, rest = rest.partition(".")
+        first = int(index)
+        if kind == "repeated":
+            return [f"layers.{self.first + first + i * self.period}.{rest}" for i in range(self.count)]
+        return [f"layers.{first if first < self.first else first + self.period * self.count}.{rest}"]

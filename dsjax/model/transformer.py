@@ -17,6 +17,7 @@ from dsjax.model.moe import MoE
 from dsjax.model.mtp import MTP
 from dsjax.model.norm import RMSNorm
 from dsjax.model.param import Linear, normal
+from dsjax.model.repeat import Repeat
 from dsjax.model.rope import CosSin, cos_sin, frequencies
 from pallas_kernels import collectives
 
@@ -62,6 +63,34 @@ class Block(nnx.Module):
         return streams
 
 
+def _stacked(block: Block, count: int) -> Block:
+    """The block with `count` copies of every parameter, along a new first axis."""
+
+    def stack(leaf: nnx.Variable) -> nnx.Variable:
+        value = jnp.broadcast_to(leaf[...], (count, *leaf.shape))
+        return leaf.replace(value, logical_axes=("layer", *leaf.get_metadata("logical_axes")))
+
+    graph, state = nnx.split(block)
+    return nnx.merge(graph, jax.tree.map(stack, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+
+
+def _of_round(block: Block, i: jax.Array) -> Block:
+    """One of the layers in a stacked block.
+
+    The routed experts stay stacked, and are told which are theirs: cut out, all experts of a layer would be copied
+    before the few that are used are read.
+    """
+
+    def take(path: tuple, leaf: nnx.Variable) -> nnx.Variable:
+        return leaf if path[:2] == ("ffn", "experts") else leaf.replace(leaf[...][i])
+
+    graph, state = nnx.split(block)
+    flat = {path: take(path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    block = nnx.merge(graph, nnx.from_flat_state(flat))
+    block.ffn.experts.round = i
+    return block
+
+
 class Embed(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
         shape = (config.vocab_size, config.hidden_size)
@@ -85,7 +114,8 @@ class Embed(nnx.Module):
 class Transformer(nnx.Module):
     """DeepSeek-V4. `rngs` draws initial weights; `dtype` stores kernels and is the activations' type.
 
-    With `stored`, the weights that a quantised checkpoint has in FP8 and FP4 stay so and are widened where used.
+    With `stored`, the weights that a quantised checkpoint has in FP8 and FP4 stay so and are widened where used. With
+    `scanned`, layers that repeat are held stacked in `repeated` (see `Repeat`), for the engine's step to loop over.
     """
 
     def __init__(
@@ -96,12 +126,17 @@ class Transformer(nnx.Module):
         *,
         with_mtp: bool = False,
         stored: bool = False,
+        scanned: bool = False,
     ):
         config = config if stored else config.widened()
+        self.repeat = repeat = Repeat.of(config) if scanned else Repeat.none(config)
+
+        def block(layer: int) -> Block:
+            return Block(config, config.layer_kinds[layer], layer < config.num_hash_layers, rngs, dtype)
+
         self.embed = Embed(config, rngs, dtype)
-        self.layers = nnx.List(
-            [Block(config, kind, i < config.num_hash_layers, rngs, dtype) for i, kind in enumerate(config.layer_kinds)]
-        )
+        self.layers = nnx.List([block(i) for i in (*range(repeat.first), *range(repeat.end, config.num_hidden_layers))])
+        self.repeated = nnx.List([_stacked(block(repeat.first + k), repeat.count) for k in range(repeat.period)])
         self.hc_head = HyperHead(config, rngs)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = Linear(rngs, (config.hidden_size, config.vocab_size), ("embed", "vocab"), dtype)
@@ -110,7 +145,12 @@ class Transformer(nnx.Module):
         self.config = config
 
     def blocks(self) -> list[Block]:
+        """The layers that are not in `repeated`, in order."""
         return cast(list[Block], list(self.layers))
+
+    def round(self, i: jax.Array) -> list[Block]:
+        """The repeated layers as they are in round i."""
+        return [_of_round(block, i) for block in self.repeated]
 
     def tables(self, positions: jax.Array) -> dict[LayerKind, CosSin]:
         """cos/sin of the rotary embedding at positions [T], for each kind of layer the model has."""
@@ -133,7 +173,9 @@ class Transformer(nnx.Module):
         return collectives.all_gather(self.head(x, jnp.float32), SHARD, axis=1)
 
     def streams(self, token_ids: jax.Array, tap: Tap | None = None) -> jax.Array:
-        """One whole sequence [S_len] from position 0 -> the last streams [S, S_len, D]."""
+        """One whole sequence [S_len] from position 0 -> the last streams [S, S_len, D]. Not of a scanned model."""
+        if self.repeat.count:
+            raise ValueError("the whole-sequence forward takes a model built with scanned=False")
         tables = self.tables(jnp.arange(token_ids.shape[0]))
         x = self.embed.as_streams(token_ids)
         if tap is not None:

@@ -13,7 +13,7 @@ def cache_write(
     slots: jax.Array,  # [T] int32: page * entries_per_page + entry within one layer; NOWHERE is dropped
     entries: jax.Array,  # [T, width]
     *,
-    layer: int,
+    layer: int | jax.Array,
     num_pages: int,
 ) -> jax.Array:
     """The pool with the entries written. A slot is written at most once. Raises ValueError for other widths."""

@@ -28,8 +28,8 @@ def test_released_models(name, want):
 @pytest.mark.parametrize(
     ("kinds", "hashed", "want"),
     [
-        ((S, C, H), 1, Repeat(3, 1, 0)),
-        ((S, C, H), 0, Repeat(3, 1, 0)),
+        ((S, C, H), 1, Repeat(3, 0, 0)),
+        ((S, C, H), 0, Repeat(3, 0, 0)),
         ((C, C, C), 0, Repeat(0, 1, 3)),
         ((C, C, C), 1, Repeat(1, 1, 2)),
         ((C, H, C, H, C), 0, Repeat(0, 2, 2)),
@@ -42,15 +42,12 @@ def test_small_models(kinds, hashed, want):
     assert Repeat.of(config) == want
 
 
-def test_places():
+def test_parts():
     config = dataclasses.replace(MODELS["tiny-mixed"](), layer_kinds=(S, C, H, C, H, S), num_hash_layers=1)
     repeat = Repeat.of(config)
-    assert [repeat.place(i) for i in range(6)] == [
-        ("layers.0.", None),
-        ("repeated.0.", 0),
-        ("repeated.1.", 0),
-        ("repeated.0.", 1),
-        ("repeated.1.", 1),
-        ("layers.1.", None),
-    ]
-    assert repeat.before(config, 3) == {S: 1, C: 1, H: 1}
+    assert repeat == Repeat(1, 2, 2) and repeat.end == 5
+    assert repeat.parts("norm.scale") == ["norm.scale"]
+    assert repeat.parts("layers.0.attn.sink") == ["layers.0.attn.sink"]
+    assert repeat.parts("layers.1.attn.sink") == ["layers.5.attn.sink"]
+    assert repeat.parts("repeated.1.attn.sink") == ["layers.2.attn.sink", "layers.4.attn.sink"]
+    assert Repeat.none(config).parts("layers.4.attn.sink") == ["layers.4.attn.sink"]
