@@ -94,9 +94,11 @@ class Experts(nnx.Module):
         tiles = tiles._replace(group=tiles.group + self.round * self.num_local)
         rows = jnp.take(x, tiles.source // k, axis=0, mode="fill", fill_value=0)  # [P, D]
 
+        def of_rounds(stack: nnx.Variable) -> jax.Array:
+            return stack[...].reshape(-1, *stack.shape[-2:])
+
         def multiply(x: jax.Array, weights: nnx.Variable, scale: nnx.Variable | None) -> jax.Array:
-            groups, scales = (v and v[...].reshape(-1, *v.shape[-2:]) for v in (weights, scale))
-            return grouped_matmul(x, groups, tiles, scales)
+            return grouped_matmul(x, of_rounds(weights), tiles, None if scale is None else of_rounds(scale))
 
         hidden = clamped_swiglu(multiply(rows, self.w13, self.w13_scale), self.config.swiglu_limit)
         out = multiply(hidden.astype(x.dtype), self.w2, self.w2_scale)  # [P, D] float32

@@ -62,7 +62,7 @@ def forward(
     def run(block: Block, layer: int | jax.Array, nth: int | jax.Array, carry: Carry) -> Carry:
         """Layer `layer` of all and `nth` of its kind."""
         streams, cache = carry
-        inner = None if tap is None else lambda name, value: tap(f"L{layer}.{name}", value)
+        inner = None if tap is None else lambda name, value, tap=tap: tap(f"L{layer}.{name}", value)
         step = _LayerStep(batch, cache, num_pages, layer, nth, inner)
         attend = functools.partial(step.attend, block.attn, table=tables[block.kind])
         after = block(streams, batch.token_ids, attend, batch.num_tokens, inner)
