@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from dsjax import checkpoint
-from dsjax.config import LayerKind, ModelConfig
+from dsjax.config import LayerKind, ModelConfig, ParallelConfig
 from dsjax.model.build import abstract, assemble
 from dsjax.model.repeat import Repeat
 from dsjax.verify import verify
@@ -27,7 +27,12 @@ def pairs(tmp_path_factory) -> Path:
     """A quantised checkpoint of layers S, then C and H twice, then C, with what its own full forward computes."""
     base = ModelConfig.from_dir(golden("q1_fp8fp4"))
     config = dataclasses.replace(
-        base, layer_kinds=(S, C, H, C, H, C), num_hash_layers=1, num_nextn_predict_layers=0, hca_ratio=8
+        base,
+        layer_kinds=(S, C, H, C, H, C),
+        num_hash_layers=1,
+        num_nextn_predict_layers=0,
+        hca_ratio=8,
+        moe_intermediate_size=256,  # two tiles of FP8 scales, for two devices
     )
     params = random_params(config)
     for path, array in params.items():
@@ -87,3 +92,10 @@ def test_what_only_single_layers_can_do():
     graph, state = abstract(config, FLOAT32, with_mtp=False, scanned=True)
     with pytest.raises(ValueError, match="the whole-sequence forward takes a model built with scanned=False"):
         jax.eval_shape(lambda state, ids: nnx.merge(graph, state)(ids), state, np.zeros(4, np.int32))
+
+
+@pytest.mark.parametrize("mesh", ["data:2,model:2", "stage:2"])
+def test_pairs_on_a_mesh(pairs, mesh):
+    parallel = ParallelConfig(mesh=mesh)
+    results = list(verify(pairs, ("paged",), weight_format="stored", scanned=True, parallel=parallel))
+    assert [r for r in results if not r.passes(2e-4)] == []
