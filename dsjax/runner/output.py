@@ -71,7 +71,7 @@ def _unpack(vector: np.ndarray, bucket: Bucket, vocab_size: int) -> tuple[np.nda
 
 def collect(sent: Sent) -> StepOutput:
     """Waits for the results and brings them to the host, padding left out."""
-    packed = np.asarray(sent.output.packed)
+    packed = jax.device_get(sent.output.packed)
     tokens, rows, prompts = [], [], []
     used: list[tuple[int, int, int]] = []
     for shard, batches in enumerate(sent.num_new):
@@ -86,7 +86,7 @@ def collect(sent: Sent) -> StepOutput:
     def logits(array: jax.Array | None) -> np.ndarray | None:
         if array is None:
             return None
-        host = np.asarray(array)
+        host = jax.device_get(array)
         return np.concatenate([host[shard, m, :num] for shard, m, num in used])
 
     return StepOutput(
