@@ -6,10 +6,13 @@ import dataclasses
 import importlib.resources
 import logging
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsjax import checkpoint
 from dsjax.cache.spec import CacheSpec
@@ -50,8 +53,22 @@ def keeps_stored(weight_format: str, platform: str) -> bool:
 
 
 def load_runner(
-    path: Path,
+    path: Path, config: ModelConfig, *, with_mtp: bool = False, progress: bool = False, **options: Any
+) -> tuple[Runner, int]:
+    """Loads a checkpoint into a runner, see `make_runner`.
+
+    `with_mtp` loads the MTP block too, which a step with `all_logits` then runs; serving does not use it.
+    """
+
+    def read(dtype: str, stored: bool) -> Mapping[str, np.ndarray]:
+        return checkpoint.open_params(path, config, dtype, include_mtp=with_mtp, stored=stored, progress=progress)
+
+    return make_runner(config, read, with_mtp=with_mtp, **options)
+
+
+def make_runner(
     config: ModelConfig,
+    read: Callable[[str, bool], Mapping[str, np.ndarray]],
     *,
     cache: CacheConfig,
     scheduler: SchedulerConfig,
@@ -59,13 +76,12 @@ def load_runner(
     dtype: str = "auto",
     weight_format: str = "auto",
     scanned: bool | None = None,
-    progress: bool = False,
     with_mtp: bool = False,
-    **options,
+    **options: Any,
 ) -> tuple[Runner, int]:
-    """Loads a checkpoint into a runner; also returns the longest sequence it may be asked to hold.
+    """A runner on the mesh that `parallel` describes; also returns the longest sequence it may be asked to hold.
 
-    `with_mtp` loads the MTP block too, which a step with `all_logits` then runs; serving does not use it. Layers that
+    `read(dtype, stored)` gives the parameters {dotted path: array}, `stored` as the checkpoint has them. Layers that
     repeat are `scanned` in a loop, by default on accelerators alone: there it compiles in seconds instead of minutes,
     while on a CPU it would copy each layer's weights.
     """
@@ -91,7 +107,7 @@ def load_runner(
     )
     platform = mesh.devices.flat[0].platform
     keep = keeps_stored(weight_format, platform)
-    params = checkpoint.open_params(path, config, compute.name, include_mtp=with_mtp, stored=keep, progress=progress)
+    params = read(compute.name, keep)
     placement = Placement(mesh, rules)
     scan = platform != "cpu" if scanned is None else scanned
     graph, state = assemble_on_mesh(stages, params, compute, placement, with_mtp=with_mtp, stored=keep, scanned=scan)
