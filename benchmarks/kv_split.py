@@ -96,7 +96,8 @@ def measure(parts: int, context: int, num_rows: int, repeat: int) -> Measured:
         times.append((time.perf_counter() - start) * 1e3)
     times = times[2:]  # the first compiles
     bucket = runner.buckets.choose([[1] * num_rows])
-    found = [c for c in collectives(runner.lower(bucket).compile().as_text()) if not c.conditional]
+    text = runner.lower(bucket).compile().as_text() or ""
+    found = [c for c in collectives(text) if not c.conditional]
     pages = sum(pool.nbytes for pool in runner.cache.pools.values()) // parts
     states = sum(x.nbytes for x in runner.cache.states.values())
     assert pages + states == runner.spec.num_bytes()

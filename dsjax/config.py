@@ -502,6 +502,24 @@ def override(config: C, path: str, value: str) -> C:
     return dataclasses.replace(config, **{name: _parse(path, kind, value)})  # type: ignore[type-var]
 
 
+def override_all(config: C, changes: Sequence[tuple[str, str]]) -> C:
+    """Applies (path, value) changes in turn; fields that limit each other may come in either order. Raises as
+    `override` does."""
+    pending = list(changes)
+    while pending:
+        errors, later = [], []
+        for path, value in pending:
+            try:
+                config = override(config, path, value)
+            except ConfigError as error:
+                errors.append(error)
+                later.append((path, value))
+        if len(later) == len(pending):
+            raise errors[0]
+        pending = later
+    return config
+
+
 def _parse(path: str, kind: Any, value: str) -> Any:
     if kind is bool:
         if value.lower() not in ("true", "false", "1", "0"):

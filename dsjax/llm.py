@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
-from dsjax.config import EngineConfig, field_paths, override
+from dsjax.config import EngineConfig, field_paths, override_all
 from dsjax.engine import Engine
 from dsjax.errors import invalid
 from dsjax.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
@@ -64,8 +64,7 @@ class LLM:
     def __init__(self, model: str = "dsjax-nano", *, progress: bool = True, **settings: Any):
         config = EngineConfig(model=model)
         paths = {path.rpartition(".")[2]: path for path in field_paths(config)}
-        for name, value in settings.items():
-            config = override(config, paths.get(name, name), str(value))
+        config = override_all(config, [(paths.get(name, name), str(value)) for name, value in settings.items()])
         self.engine = Engine.from_config(config, progress=progress)
         self.engine.warm_up(progress)
         self._ids = itertools.count()

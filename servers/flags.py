@@ -11,12 +11,12 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from absl import flags
 
 from configs import serving
-from dsjax.config import EngineConfig, ParallelConfig, field_paths, override
+from dsjax.config import EngineConfig, ParallelConfig, field_paths, override_all
 from dsjax.errors import ConfigError, RequestError
 from dsjax.request import SamplingParams
 
@@ -179,7 +179,7 @@ def _define(values: flags.FlagValues, name: str, kind: type, default: Any, text:
 
 def parallel_config(values: flags.FlagValues) -> ParallelConfig:
     """What the flags of `define_parallel_flags` mean. Raises ConfigError."""
-    return _apply(ParallelConfig(), _given(values, ParallelConfig()))
+    return override_all(ParallelConfig(), _given(values, ParallelConfig()))
 
 
 def _given(values: flags.FlagValues, config: Any) -> list[tuple[str, str]]:
@@ -197,32 +197,12 @@ def engine_config(values: flags.FlagValues) -> EngineConfig:
         if not equals:
             raise ConfigError(f"set={assignment!r} must have the form FIELD=VALUE, e.g. cache.block_size=64")
         changes.append((path, value))
-    return _apply(config, changes)
+    return override_all(config, changes)
 
 
 def value_of(values: flags.FlagValues, name: str) -> Any:
     """The value of a flag; None for one that is absent and has no default."""
     return values[name].value
-
-
-C = TypeVar("C")
-
-
-def _apply(config: C, changes: Sequence[tuple[str, str]]) -> C:
-    """Applies the changes in turn; fields that limit each other may come in either order."""
-    pending = list(changes)
-    while pending:
-        errors, later = [], []
-        for path, value in pending:
-            try:
-                config = override(config, path, value)
-            except ConfigError as error:
-                errors.append(error)
-                later.append((path, value))
-        if len(later) == len(pending):
-            raise errors[0]
-        pending = later
-    return config
 
 
 def server_config(values: flags.FlagValues) -> ServerConfig:

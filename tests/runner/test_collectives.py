@@ -142,5 +142,5 @@ def test_a_transfer_that_was_not_asked_for_is_noticed():
 
     double = jax.jit(lambda x: x * 2)
     double(np.ones(3))
-    with pytest.raises(Exception, match="[Dd]isallowed"), jax.transfer_guard("disallow"):
+    with pytest.raises(Exception, match=r"[Dd]isallowed"), jax.transfer_guard("disallow"):
         double(np.ones(3))
