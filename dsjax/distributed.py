@@ -1,6 +1,6 @@
 """Several processes that run one engine: process 0 leads, the others follow.
 
-Process 0 has the scheduler and the server. Whatever changes state on the devices goes through `Runner._launch`, and
+Process 0 has the scheduler and the server. Whatever changes state on the devices goes through `Runner.launch`, and
 process 0 tells the others each launch, in order, before its own; so all run the same programs on the same inputs.
 
     process 0                                          process n
@@ -51,7 +51,7 @@ class Launcher(Protocol):
     """What a follower uses of a Runner."""
 
     def warm_up(self, progress: bool = False) -> None: ...
-    def _launch(self, key: LaunchKey, arrays: tuple[np.ndarray, ...]) -> Any: ...
+    def launch(self, key: LaunchKey, arrays: tuple[np.ndarray, ...]) -> Any: ...
 
 
 class Leader:
@@ -245,7 +245,7 @@ class Follower:
                 jax.block_until_ready(list(running))
                 return
             key = message.fields["key"]
-            running.append(runner._launch(Bucket(*key) if isinstance(key, list) else key, message.arrays))
+            running.append(runner.launch(Bucket(*key) if isinstance(key, list) else key, message.arrays))
 
     def ready(self) -> None:
         """Tells process 0 that this one is warm."""

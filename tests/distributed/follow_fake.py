@@ -19,7 +19,7 @@ class FakeRunner:
     def warm_up(self, progress: bool = False) -> None:
         print("warm", flush=True)
 
-    def _launch(self, key: Any, arrays: tuple[np.ndarray, ...]) -> None:
+    def launch(self, key: Any, arrays: tuple[np.ndarray, ...]) -> None:
         if key == "crash":
             raise ValueError("the device is on fire")
         print(key, [array.tolist() for array in arrays], flush=True)
