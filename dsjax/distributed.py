@@ -58,6 +58,7 @@ class Leader:
     """Process 0's view of the others; with no others, every method has nothing to do."""
 
     def __init__(self, peer_timeout_s: float = 0.0):
+        self.on_lost: Callable[[], None] = lambda: None  # called on a channel's thread
         self._peer_timeout_s = peer_timeout_s
         self._channels: list[Channel] = []
         self._state = threading.Condition()
@@ -119,15 +120,16 @@ class Leader:
                 self._ready.add(channel.peer)
             elif message.kind == "bye":
                 self._left.add(channel.peer)
-            elif message.kind == "failed" and self._lost is None:
-                self._lost = PeerLost(f"{channel.peer} has failed: {message.fields.get('reason')}")
             self._state.notify_all()
+        if message.kind == "failed":
+            self._on_lost(channel, PeerLost(f"{channel.peer} has failed: {message.fields.get('reason')}"))
 
     def _on_lost(self, channel: Channel, error: PeerLost) -> None:
         with self._state:
             if self._lost is None and channel.peer not in self._left:
                 self._lost = error
             self._state.notify_all()
+        self.on_lost()
 
     @property
     def has_lost(self) -> bool:

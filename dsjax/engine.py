@@ -9,12 +9,14 @@ import logging
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from dsjax.cache.manager import CacheManager
 from dsjax.config import EngineConfig, ModelConfig
 from dsjax.detokenizer import Detokenizer
+from dsjax.distributed import Leader
 from dsjax.errors import ErrorCode, RequestError, invalid
 from dsjax.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from dsjax.runner.compiles import COMPILES
@@ -75,7 +77,9 @@ class Engine:
         runner: Runner,
         tokenizer: Tokenizer | None,
         max_model_len: int,
+        leader: Leader | None = None,  # of the engine's other processes
     ):
+        self.leader = leader or Leader()
         self.config, self.model_config, self.runner, self.tokenizer = config, model_config, runner, tokenizer
         self.max_model_len = max_model_len
         self.caches = [CacheManager(runner.spec) for _ in range(runner.num_shards)]  # of each data shard
@@ -94,8 +98,17 @@ class Engine:
         return load_engine(config, progress=progress)
 
     def warm_up(self, progress: bool = False) -> None:
-        """Compiles every step shape."""
+        """Compiles every step shape, in all processes. Raises PeerLost."""
         self.runner.warm_up(progress)
+        self.leader.wait_ready()
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on another thread, when `has_work` turns true by itself: a process is lost."""
+        self.leader.on_lost = wake
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the engine's other processes: in order, or as failed if the engine ends because of `error`."""
+        self.leader.close(error)
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -206,12 +219,17 @@ class Engine:
         return True
 
     def has_work(self) -> bool:
-        return self.scheduler.num_live > 0 or bool(self._in_flight)
+        """Whether `step` should be called; true once a process of the engine is lost, so that `step` says so."""
+        return self.scheduler.num_live > 0 or bool(self._in_flight) or self.leader.has_lost
 
     # --- the loop ------------------------------------------------------------------------------
 
     def step(self) -> list[TokenEvent]:
-        """Sends the next step, then reads the one before it. Returns what became known, perhaps nothing."""
+        """Sends the next step, then reads the one before it. Returns what became known, perhaps nothing.
+
+        Raises PeerLost when a process of the engine is lost.
+        """
+        self.leader.check()
         events = self._expire()
         plan = self.scheduler.schedule()
         if plan.rows:

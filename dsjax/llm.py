@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from dsjax.config import EngineConfig, field_paths, override_all
 from dsjax.engine import Engine
-from dsjax.errors import invalid
+from dsjax.errors import ConfigError, invalid
 from dsjax.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 
 Prompt = str | Sequence[int]
@@ -65,6 +65,8 @@ class LLM:
         config = EngineConfig(model=model)
         paths = {path.rpartition(".")[2]: path for path in field_paths(config)}
         config = override_all(config, [(paths.get(name, name), str(value)) for name, value in settings.items()])
+        if config.distributed.num_processes > 1:
+            raise ConfigError(f"num_processes={config.distributed.num_processes} needs dsjax-serve: LLM is one process")
         self.engine = Engine.from_config(config, progress=progress)
         self.engine.warm_up(progress)
         self._ids = itertools.count()

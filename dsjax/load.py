@@ -16,7 +16,9 @@ import numpy as np
 
 from dsjax import checkpoint
 from dsjax.cache.spec import CacheSpec
+from dsjax.channel import PeerLost
 from dsjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from dsjax.distributed import Follower, Leader, facts_of, initialize
 from dsjax.engine import Engine
 from dsjax.errors import ConfigError
 from dsjax.model.build import assemble_on_mesh
@@ -128,12 +130,61 @@ def make_runner(
 
 
 def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
-    """Builds the engine of a config. Raises ConfigError for anything that cannot be used."""
+    """Builds the engine of a config, in process 0 where there are several.
+
+    Raises ConfigError for anything that cannot be used, PeerLost or TimeoutError if another process is not there.
+    """
+    if config.distributed.process_id > 0:
+        raise ConfigError(f"process_id={config.distributed.process_id} only follows process 0: start it as dsjax-serve")
     path = model_dir(config.model)
-    use_compile_cache(config.compilation_cache_dir)
     model_config = ModelConfig.from_dir(path)
     tokenizer = load_tokenizer(config, path)
-    runner, max_model_len = load_runner(
+    leader = Leader.gather(config.distributed, facts_of(config, path))
+    try:
+        runner, max_model_len = _load_part(
+            config, path, model_config, progress, on_launch=leader.send, on_read=leader.wait
+        )
+    except BaseException as error:
+        leader.close(error)
+        raise
+    if tokenizer is not None:
+        extra = tuple(i for i in tokenizer.eos_token_ids if i not in model_config.eos_token_ids)
+        model_config = dataclasses.replace(model_config, eos_token_ids=model_config.eos_token_ids + extra)
+    return Engine(
+        config=config,
+        model_config=model_config,
+        runner=runner,
+        tokenizer=tokenizer,
+        max_model_len=max_model_len,
+        leader=leader,
+    )
+
+
+def load_follower(
+    config: EngineConfig, on_lost: Callable[[PeerLost], None], *, progress: bool = False
+) -> tuple[Follower, Runner]:
+    """Builds the runner of a process other than 0, once process 0 is there; `on_lost` is called from another thread.
+
+    Raises ConfigError for anything that cannot be used or differs from process 0.
+    """
+    path = model_dir(config.model)
+    model_config = ModelConfig.from_dir(path)
+    follower = Follower.join(config.distributed, facts_of(config, path), on_lost)
+    try:
+        runner, _ = _load_part(config, path, model_config, progress)
+    except BaseException as error:
+        follower.leave(error)
+        raise
+    return follower, runner
+
+
+def _load_part(
+    config: EngineConfig, path: Path, model_config: ModelConfig, progress: bool, **options
+) -> tuple[Runner, int]:
+    """What every process of an engine does."""
+    initialize(config.distributed)
+    use_compile_cache(config.compilation_cache_dir)
+    return load_runner(
         path,
         model_config,
         cache=config.cache,
@@ -143,12 +194,7 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
         weight_format=config.weight_format,
         progress=progress,
         fail_on_recompile=config.fail_on_recompile,
-    )
-    if tokenizer is not None:
-        extra = tuple(i for i in tokenizer.eos_token_ids if i not in model_config.eos_token_ids)
-        model_config = dataclasses.replace(model_config, eos_token_ids=model_config.eos_token_ids + extra)
-    return Engine(
-        config=config, model_config=model_config, runner=runner, tokenizer=tokenizer, max_model_len=max_model_len
+        **options,
     )
 
 

@@ -43,6 +43,8 @@ class EngineLike(Protocol):
     def step(self) -> list[TokenEvent]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> Any: ...
+    def watch(self, wake: Callable[[], None]) -> None: ...
+    def close(self, error: BaseException | None = None) -> None: ...
 
 
 class State(enum.Enum):
@@ -169,7 +171,12 @@ class EngineThread:
         if error is not None:
             self._refuse(command, error)
 
-    # --- either thread -------------------------------------------------------------------------
+    # --- any thread ----------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Makes an idle thread look again whether the engine has work."""
+        with self._lock:
+            self._lock.notify()
 
     def _refuse(self, command: _Add | _Cancel | _Call, error: RequestError) -> None:
         match command:
@@ -197,6 +204,7 @@ class EngineThread:
             engine = self._engine = self._make_engine()
             self._set_state(State.WARMING)
             engine.warm_up(self._progress)
+            engine.watch(self._wake)
             self._set_state(State.SERVING)
             self._on_loop(_set_result, self._ready, None)
             while self._do_commands(engine):
@@ -223,7 +231,16 @@ class EngineThread:
         self._live.clear()
         for command in left:
             self._refuse(command, ended)
+        self._close(error)
         self._on_loop(self._stopped.set)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._engine is None:
+            return
+        try:
+            self._engine.close(error)
+        except Exception:  # the clients have their answer: what is left can only be logged
+            log.exception("the engine did not close")
 
     def _set_state(self, state: State) -> None:
         self.state = state

@@ -2,6 +2,9 @@
 
 One line on stdout when requests are answered: `dsjax-serve ready on HOST:PORT`. The log, with the resolved
 configuration as one line of JSON, is on stderr. Exit code 0 after a drain, 1 if the engine failed, 2 for a wrong flag.
+
+Of an engine with several processes, process 0 does this. The others print `dsjax-serve following HOST:PORT` and do what
+it does on their devices, until it has drained (exit code 0) or is lost (1).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from absl import flags
 
@@ -63,17 +67,53 @@ def _main(argv: Sequence[str], make_engine: MakeEngine, read_chat_strings: ReadS
     config_json = server_flags.config_json(engine=engine_config, server=server_config)
     log.info("config: %s", config_json)
 
+    if engine_config.distributed.process_id > 0:
+        return _follow(engine_config)
+
     def make_server() -> Server:
         strings = read_chat_strings(engine_config)
         return Server(lambda: make_engine(engine_config), server_config, config_json=config_json, chat_strings=strings)
 
     code, ended = asyncio.run(_serve(make_server))
-    if not ended:
-        # A daemon thread inside a compilation crashes the interpreter's own shutdown.
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(code)
+    if code or not ended:
+        # A daemon thread inside a compilation, or a device that waits for a lost process, breaks an orderly exit.
+        _exit_now(code)
     return code
+
+
+def _exit_now(code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _follow(config: EngineConfig) -> int:
+    """Runs a process other than 0 to its end; returns the exit code."""
+    from dsjax.load import load_follower
+
+    def fail(error: Exception) -> NoReturn:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        _exit_now(1)
+
+    def on_signal(number: int, frame: object) -> None:
+        log.info("%s: process 0 ends this one when it has drained", signal.Signals(number).name)
+
+    follower, runner = load_follower(config, fail, progress=True)
+    # A signal often goes to all processes at once, and process 0 cannot drain without the others.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    try:
+        runner.warm_up(progress=True)
+        follower.ready()
+        print(f"{PROGRAM} following {config.distributed.coordinator_address}", flush=True)
+        follower.follow(runner)
+        follower.leave()
+    except Exception as error:
+        log.exception("this process failed")
+        follower.leave(error)
+        fail(error)
+    return 0
 
 
 async def _serve(make_server: Callable[[], Server]) -> tuple[int, bool]:

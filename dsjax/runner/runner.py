@@ -42,7 +42,8 @@ class Runner:
 
     `params` lie on the mesh (`sharding.Placement`); `config` is the model of one pipeline stage, `active` says which of
     its layers each stage has. `all_logits` makes every step return the logits of all its tokens (for verification, not
-    for serving). `on_launch` is called with every program and its host arrays just before it is run here.
+    for serving). `on_launch` is called with every program and its host arrays just before it is run here, `on_read`
+    with a step's results before they are waited for.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class Runner:
         fail_on_recompile: bool = False,
         fill: float = 0.0,
         on_launch: Callable[[Program, Sequence[np.ndarray]], None] | None = None,
+        on_read: Callable[[DeviceOutput], None] | None = None,
     ):
         self.config, self.spec, self.graph, self.params, self.mesh = config, spec, graph, params, mesh
         self.active, self.num_microbatches = active, num_microbatches
         self.all_logits, self.fail_on_recompile = all_logits, fail_on_recompile
-        self.on_launch = on_launch
+        self.on_launch, self.on_read = on_launch, on_read
         # One bfloat16 row takes a scalar path in XLA's CPU matmul, 10 times slower than two rows.
         self.buckets = Buckets(scheduler, min_rows=2 if dtype == jnp.bfloat16 else 1)
         self.num_pages = {kind: kind_spec.num_pages for kind, kind_spec in spec.kinds.items()}
@@ -202,6 +204,8 @@ class Runner:
 
     def read(self, sent: Sent) -> StepOutput:
         """Waits for a step's results and brings them to the host: rows and tokens in the order of the plan."""
+        if self.on_read is not None:
+            self.on_read(sent.output)
         return collect(sent)
 
     def _run_copies(self, plan: StepPlan) -> None:

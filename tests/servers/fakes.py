@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from configs.serving import nano
@@ -223,6 +223,12 @@ class FakeEngine:
             return ()
         top = tuple(((token + i) % 256, -0.5 - i) for i in range(count))
         return (TokenLogprobs(token_id=token, logprob=-0.5, rank=1, top=top),)
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+
+    def close(self, error: BaseException | None = None) -> None:
+        self.log.append(("close", "" if error is None else str(error)))
 
     def stats(self) -> FakeStats:
         used = len(self._running) + len(self._waiting)

@@ -203,3 +203,27 @@ def test_what_is_unread_is_merged_and_bounded():
             await stream.take()
 
     asyncio.run(test())
+
+
+def test_an_engine_that_fails_by_itself_wakes_an_idle_thread():
+    class Failing(FakeEngine):
+        lost = False
+
+        def has_work(self):
+            return self.lost or super().has_work()
+
+        def step(self):
+            if self.lost:
+                raise RuntimeError("process 1 is lost")
+            return super().step()
+
+    async def test(thread, engine):
+        await thread.submit(_request()).take_all()
+        await until(lambda: len(thread._lock._waiters) == 1)  # type: ignore[attr-defined]
+        engine.lost = True
+        engine.wake()
+        await until(lambda: thread.state is State.FAILED)
+        assert "process 1 is lost" in (await _refusal(thread.submit(_request()))).message
+        await until(lambda: engine.log[-1] == ("close", "process 1 is lost"))
+
+    _run(test, Failing())
