@@ -10,13 +10,14 @@ nothing else to say, so silence means that the peer's process or machine has die
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge  # pyright: ignore
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ SILENCE = 0.9
 BEAT = 0.2  # of peer_timeout_s: how often a heartbeat is sent
 MAX_MESSAGE_BYTES = 1 << 30
 START_TIMEOUT_S = 300.0  # for the processes of an engine to find each other
+WARM_UP_S = 60.0  # peer_timeout_s at least until all are warm: tracing programs can keep Python from its heartbeats
 RETRY_S = 0.2  # between attempts to reach a process 0 that does not listen yet
 
 
@@ -50,12 +52,21 @@ class Channel:
 
     def __init__(self, connection: Connection, peer: str, peer_timeout_s: float):
         self.peer = peer  # as errors name it, e.g. "process 1"
-        self.peer_timeout_s = peer_timeout_s
+        self._beat_s = BEAT * peer_timeout_s
         self._connection = connection
+        self.set_timeout(peer_timeout_s)
         self._num_sent = self._num_received = 0
         self._sending = threading.Lock()
         self._closed = threading.Event()
         self._last_kind, self._last_s = "connecting", time.monotonic()
+
+    def set_timeout(self, peer_timeout_s: float) -> None:
+        """From the next message on, a peer is lost when it is silent for so long. The heartbeats stay as they are."""
+        self.peer_timeout_s = peer_timeout_s
+        seconds, micros = divmod(round(SILENCE * peer_timeout_s * 1e6), 1_000_000)
+        with self._socket() as handle:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                handle.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, micros))
 
     def start(self, on_message: Callable[[Message], None], on_lost: Callable[[PeerLost], None]) -> None:
         """Begins heartbeats. Both functions are called on the channel's own thread, `on_lost` once, if ever."""
@@ -74,7 +85,7 @@ class Channel:
 
         def beat() -> None:
             try:
-                while not self._closed.wait(BEAT * self.peer_timeout_s):
+                while not self._closed.wait(self._beat_s):
                     self.send("heartbeat")
             except PeerLost:
                 pass  # `listen` finds the same and says so
@@ -119,14 +130,16 @@ class Channel:
         self._hang_up()
 
     def _hang_up(self) -> None:
-        try:  # wakes the thread that reads, which closing the file would not
-            with socket.socket(fileno=self._connection.fileno()) as handle:
-                try:
-                    handle.shutdown(socket.SHUT_RDWR)
-                finally:
-                    handle.detach()
-        except OSError:
-            pass  # the peer was faster
+        with contextlib.suppress(OSError), self._socket() as handle:  # the peer may have been faster
+            handle.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads, which closing the file would not
+
+    @contextlib.contextmanager
+    def _socket(self) -> Iterator[socket.socket]:
+        handle = socket.socket(fileno=self._connection.fileno())
+        try:
+            yield handle
+        finally:
+            handle.detach()  # the connection owns the file
 
     def _lost(self, what: str) -> PeerLost:
         silent_s = time.monotonic() - self._last_s
@@ -192,7 +205,8 @@ class Listener:
         while True:
             self._server.settimeout(max(0.001, self._end_s - time.monotonic()))
             connected, (host, *_) = self._server.accept()
-            connection = _open(connected, self._peer_timeout_s)
+            connection = _open(connected)
+            channel = Channel(connection, f"a process on {host}", self._peer_timeout_s)
             try:
                 deliver_challenge(connection, self._key)
                 answer_challenge(connection, self._key)
@@ -200,7 +214,7 @@ class Listener:
                 log.warning("refused a connection from %s, which does not know the key: %r", host, error)
                 connection.close()
             else:
-                return Channel(connection, f"a process on {host}", self._peer_timeout_s)
+                return channel
 
     def close(self) -> None:
         self._server.close()
@@ -226,7 +240,8 @@ def connect(address: tuple[str, int], key: bytes, peer_timeout_s: float) -> Chan
                     "start it, or correct coordinator_address"
                 ) from error
             time.sleep(RETRY_S)
-    connection = _open(connected, peer_timeout_s)
+    connection = _open(connected)
+    channel = Channel(connection, "process 0", peer_timeout_s)
     try:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
@@ -236,13 +251,10 @@ def connect(address: tuple[str, int], key: bytes, peer_timeout_s: float) -> Chan
             f"process 0 at {address[0]}:{address[1]} has another key: key_file must hold the same for all processes, "
             f"and coordinator_address be written alike ({error!r})"
         ) from error
-    return Channel(connection, "process 0", peer_timeout_s)
+    return channel
 
 
-def _open(connected: socket.socket, peer_timeout_s: float) -> Connection:
+def _open(connected: socket.socket) -> Connection:
     connected.setblocking(True)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    seconds, micros = divmod(round(SILENCE * peer_timeout_s * 1e6), 1_000_000)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, micros))
     return Connection(connected.detach())

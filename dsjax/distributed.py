@@ -8,6 +8,7 @@ process 0 tells the others each launch, in order, before its own; so all run the
                     ----- welcome, or refused ------>
     jax.distributed.initialize                         jax.distributed.initialize
     warm_up         <---- ready ---------------------  warm_up
+                    ----- serving ------------------>
     send            ----- launch: key, arrays ------>  follow
     close           ----- end, or failed ----------->
                     <---- bye -----------------------
@@ -33,7 +34,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from dsjax.channel import Channel, Listener, Message, PeerLost, connect, listen
+from dsjax.channel import WARM_UP_S, Channel, Listener, Message, PeerLost, connect, listen
 from dsjax.config import DistributedConfig, EngineConfig, field_paths
 from dsjax.errors import ConfigError
 from dsjax.runner.buckets import Bucket
@@ -111,6 +112,7 @@ class Leader:
             channel.close()
             raise ConfigError(reason)
         channel.send("welcome")
+        channel.set_timeout(max(WARM_UP_S, self._peer_timeout_s))
         self._channels.append(channel)
         channel.start(lambda message: self._on_message(channel, message), lambda error: self._on_lost(channel, error))
 
@@ -145,6 +147,9 @@ class Leader:
         with self._state:
             self._state.wait_for(lambda: self._lost or len(self._ready) == len(self._channels))
         self.check()
+        for channel in self._channels:
+            channel.set_timeout(self._peer_timeout_s)
+            channel.send("serving")
 
     def send(self, key: LaunchKey, arrays: tuple[np.ndarray, ...]) -> None:
         """Tells the others what process 0 launches next. Raises PeerLost."""
@@ -203,6 +208,8 @@ class Follower:
     def __init__(self, channel: Channel, on_lost: Callable[[PeerLost], None] | None = None):
         """`on_lost` is called on the channel's thread, since the main one may wait for a device for ever."""
         self.channel = channel
+        self._peer_timeout_s = channel.peer_timeout_s
+        channel.set_timeout(max(WARM_UP_S, channel.peer_timeout_s))
         self._due: queue.SimpleQueue[Message | PeerLost] = queue.SimpleQueue()
         self._on_lost = on_lost or self._due.put
         channel.start(self._on_message, self._on_lost)
@@ -223,6 +230,8 @@ class Follower:
     def _on_message(self, message: Message) -> None:
         if message.kind == "failed":
             self._on_lost(PeerLost(f"process 0 has failed: {message.fields.get('reason')}"))
+        elif message.kind == "serving":
+            self.channel.set_timeout(self._peer_timeout_s)
         else:
             self._due.put(message)
 

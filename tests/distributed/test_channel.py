@@ -64,7 +64,7 @@ def _ends(peer_timeout_s: float = WAIT_S) -> tuple[Channel, Connection]:
         far, _ = server.accept()
     from dsjax.channel import _open
 
-    return Channel(_open(near, peer_timeout_s), "the peer", peer_timeout_s), Connection(far.detach())
+    return Channel(_open(near), "the peer", peer_timeout_s), Connection(far.detach())
 
 
 @pytest.mark.parametrize(
