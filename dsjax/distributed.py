@@ -59,13 +59,13 @@ class Leader:
     """Process 0's view of the others; with no others, every method has nothing to do."""
 
     def __init__(self, peer_timeout_s: float = 0.0):
-        self.on_lost: Callable[[], None] = lambda: None  # called on a channel's thread
         self._peer_timeout_s = peer_timeout_s
         self._channels: list[Channel] = []
         self._state = threading.Condition()
         self._ready: set[str] = set()  # peers, guarded by _state
         self._left: set[str] = set()  # peers that said bye, guarded by _state
         self._lost: PeerLost | None = None  # the first, guarded by _state
+        self._watcher: Callable[[PeerLost], None] | None = None  # guarded by _state
 
     @classmethod
     def gather(cls, config: DistributedConfig, facts: dict[str, str]) -> Leader:
@@ -128,14 +128,20 @@ class Leader:
 
     def _on_lost(self, channel: Channel, error: PeerLost) -> None:
         with self._state:
-            if self._lost is None and channel.peer not in self._left:
-                self._lost = error
+            if self._lost is not None or channel.peer in self._left:
+                return
+            log.error("%s", error)
+            self._lost, watcher = error, self._watcher
             self._state.notify_all()
-        self.on_lost()
+        if watcher is not None:
+            watcher(error)
 
-    @property
-    def has_lost(self) -> bool:
-        return self._lost is not None
+    def watch(self, watcher: Callable[[PeerLost], None]) -> None:
+        """`watcher` is called once when a process is lost, on another thread: the one in a step may never return."""
+        with self._state:
+            self._watcher, lost = watcher, self._lost
+        if lost is not None:
+            watcher(lost)
 
     def check(self) -> None:
         """Raises PeerLost if a process is lost."""

@@ -102,9 +102,9 @@ class Engine:
         self.runner.warm_up(progress)
         self.leader.wait_ready()
 
-    def watch(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, on another thread, when `has_work` turns true by itself: a process is lost."""
-        self.leader.on_lost = wake
+    def watch(self, fail: Callable[[BaseException], None]) -> None:
+        """`fail` is called with a PeerLost on another thread when a process is lost: `step` may never return then."""
+        self.leader.watch(fail)
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends the engine's other processes: in order, or as failed if the engine ends because of `error`."""
@@ -219,8 +219,7 @@ class Engine:
         return True
 
     def has_work(self) -> bool:
-        """Whether `step` should be called; true once a process of the engine is lost, so that `step` says so."""
-        return self.scheduler.num_live > 0 or bool(self._in_flight) or self.leader.has_lost
+        return self.scheduler.num_live > 0 or bool(self._in_flight)
 
     # --- the loop ------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class EngineLike(Protocol):
     def step(self) -> list[TokenEvent]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> Any: ...
-    def watch(self, wake: Callable[[], None]) -> None: ...
+    def watch(self, fail: Callable[[BaseException], None]) -> None: ...
     def close(self, error: BaseException | None = None) -> None: ...
 
 
@@ -173,10 +173,34 @@ class EngineThread:
 
     # --- any thread ----------------------------------------------------------------------------
 
-    def _wake(self) -> None:
-        """Makes an idle thread look again whether the engine has work."""
+    def _finish(self, error: BaseException | None) -> None:
+        """Ends all streams and refuses what comes later. The first call says why; the engine thread makes the last.
+
+        Also called by the engine from elsewhere, when it knows that a step will never end.
+        """
+        if error is None:
+            ended = RequestError(ErrorCode.UNAVAILABLE, "the server has shut down")
+        else:
+            ended = _internal("the engine failed and the server must be restarted", error)
         with self._lock:
-            self._lock.notify()
+            first = self._ended is None
+            ended = self._ended = self._ended or ended
+            left = list(self._inbox)
+            self._inbox.clear()
+        if first:
+            self.error = None if error is None else ended
+            self._set_state(State.STOPPED if error is None else State.FAILED)
+        if first and error is not None:
+            self._on_loop(_set_exception, self._ready, error)
+        for live in list(self._live.values()):
+            self._end(live.stream, ended)
+        for command in left:
+            self._refuse(command, ended)
+        if first and self._engine is not None:
+            try:
+                self._engine.close(error)
+            except Exception:  # the clients have their answer: what is left can only be logged
+                log.exception("the engine did not close")
 
     def _refuse(self, command: _Add | _Cancel | _Call, error: RequestError) -> None:
         match command:
@@ -204,8 +228,8 @@ class EngineThread:
             engine = self._engine = self._make_engine()
             self._set_state(State.WARMING)
             engine.warm_up(self._progress)
-            engine.watch(self._wake)
             self._set_state(State.SERVING)
+            engine.watch(self._finish)  # after SERVING, which must not come after a FAILED
             self._on_loop(_set_result, self._ready, None)
             while self._do_commands(engine):
                 if engine.has_work():
@@ -214,33 +238,8 @@ class EngineThread:
             error = raised
             if not (isinstance(raised, ConfigError) and self.state is not State.SERVING):
                 log.exception("the engine failed")
-        if error is None:
-            ended = RequestError(ErrorCode.UNAVAILABLE, "the server has shut down")
-        else:
-            ended = _internal("the engine failed and the server must be restarted", error)
-        with self._lock:
-            self._ended = ended
-            left = list(self._inbox)
-            self._inbox.clear()
-        self.error = None if error is None else ended
-        self._set_state(State.STOPPED if error is None else State.FAILED)
-        if error is not None:
-            self._on_loop(_set_exception, self._ready, error)
-        for live in self._live.values():
-            self._end(live.stream, ended)
-        self._live.clear()
-        for command in left:
-            self._refuse(command, ended)
-        self._close(error)
+        self._finish(error)
         self._on_loop(self._stopped.set)
-
-    def _close(self, error: BaseException | None) -> None:
-        if self._engine is None:
-            return
-        try:
-            self._engine.close(error)
-        except Exception:  # the clients have their answer: what is left can only be logged
-            log.exception("the engine did not close")
 
     def _set_state(self, state: State) -> None:
         self.state = state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def test_every_launch_comes_once_in_order_and_the_end_is_orderly():
                 "set a slot's sampling tables [3]",
             ]
             assert process.wait(WAIT_S) == 0
-        assert not leader.has_lost
+        leader.check()
 
 
 def test_a_process_started_differently_is_refused_by_the_name_of_what_differs():
@@ -100,15 +101,20 @@ def test_a_killed_process_is_named_though_the_step_never_ends():
             leader.wait([Never()])
         with pytest.raises(PeerLost, match="process 1"):
             leader.send(4, ())
-        assert leader.has_lost
+        told: list[PeerLost] = []
+        leader.watch(told.append)
+        assert [str(error)[:9] for error in told] == ["process 1"]
 
 
 def test_a_stopped_process_is_named_and_the_other_ones_end():
     with _engine(num_processes=3, peer_timeout_s=3) as (leader, processes):
         leader.wait_ready()
+        told: queue.SimpleQueue[PeerLost] = queue.SimpleQueue()
+        leader.watch(told.put)
         processes[1].send_signal(signal.SIGSTOP)
         with pytest.raises(PeerLost, match=r"process 2 is silent: .*'(heartbeat|ready)', came .* peer_timeout_s=3;"):
             leader.wait([Never()])
+        assert str(told.get(timeout=WAIT_S)).startswith("process 2 is silent")
         leader.close()
         assert processes[0].wait(WAIT_S) == 1
         assert "process 0 has failed: process 2 is silent" in processes[0].stdout.read()
@@ -137,7 +143,7 @@ def test_a_leader_alone_has_nothing_to_do():
     leader.send(4, ())
     leader.wait([Never()])
     leader.close()
-    assert not leader.has_lost
+    leader.check()
 
 
 @pytest.mark.parametrize("address", ["host", ":1234", "host:x", "host:65535", "host:0"])

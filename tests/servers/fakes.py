@@ -224,8 +224,8 @@ class FakeEngine:
         top = tuple(((token + i) % 256, -0.5 - i) for i in range(count))
         return (TokenLogprobs(token_id=token, logprob=-0.5, rank=1, top=top),)
 
-    def watch(self, wake: Callable[[], None]) -> None:
-        self.wake = wake
+    def watch(self, fail: Callable[[BaseException], None]) -> None:
+        self.fail = fail
 
     def close(self, error: BaseException | None = None) -> None:
         self.log.append(("close", "" if error is None else str(error)))

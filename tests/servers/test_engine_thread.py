@@ -205,25 +205,30 @@ def test_what_is_unread_is_merged_and_bounded():
     asyncio.run(test())
 
 
-def test_an_engine_that_fails_by_itself_wakes_an_idle_thread():
-    class Failing(FakeEngine):
-        lost = False
+def test_an_engine_can_fail_while_its_step_never_ends():
+    async def test(thread, engine):
+        engine.gate.clear()
+        stream = thread.submit(_request())
+        await until(lambda: engine.waits == 1)
+        queued = thread.submit(_request("queued"))
+        engine.fail(RuntimeError("process 1 is lost"))
+        for refused in (stream, queued, thread.submit(_request("late"))):
+            error = await _refusal(refused)
+            assert error.code is ErrorCode.INTERNAL and "RuntimeError: process 1 is lost" in error.message
+        assert thread.state is State.FAILED and engine.waits == 1
+        assert engine.log[-1] == ("close", "process 1 is lost")
+        engine.gate.set()
+        assert await thread.stop(TIMEOUT_S)
+        assert thread.state is State.FAILED and engine.log.count(("close", "process 1 is lost")) == 1
 
-        def has_work(self):
-            return self.lost or super().has_work()
+    _run(test)
 
-        def step(self):
-            if self.lost:
-                raise RuntimeError("process 1 is lost")
-            return super().step()
 
+def test_an_engine_can_fail_while_it_is_idle():
     async def test(thread, engine):
         await thread.submit(_request()).take_all()
-        await until(lambda: len(thread._lock._waiters) == 1)  # type: ignore[attr-defined]
-        engine.lost = True
-        engine.wake()
-        await until(lambda: thread.state is State.FAILED)
+        engine.fail(RuntimeError("process 1 is lost"))
         assert "process 1 is lost" in (await _refusal(thread.submit(_request()))).message
-        await until(lambda: engine.log[-1] == ("close", "process 1 is lost"))
+        assert thread.state is State.FAILED
 
-    _run(test, Failing())
+    _run(test)
