@@ -8,6 +8,8 @@ import pytest
 
 from configs.models import MODELS
 from dsjax import ConfigError, FinishReason, ModelConfig, RequestError, SamplingParams
+from dsjax.config import DistributedConfig, EngineConfig
+from dsjax.engine import Engine
 from dsjax.llm import LLM
 from dsjax.load import model_dir
 from tests.embedded import nano
@@ -106,3 +108,12 @@ def test_unknown_settings_and_models_are_named():
         LLM("dsjax-nano", max_seqs=3)
     with pytest.raises(ConfigError, match="model='/no/such' is not a folder, nor an embedded model"):
         LLM("/no/such")
+
+
+def test_several_processes_are_for_the_server():
+    shared = {"coordinator_address": "127.0.0.1:9", "num_processes": 2}
+    with pytest.raises(ConfigError, match="num_processes=2 needs dsjax-serve: LLM is one process"):
+        LLM("dsjax-nano", progress=False, **shared)
+    follower = EngineConfig(model="dsjax-nano", distributed=DistributedConfig(process_id=1, **shared))
+    with pytest.raises(ConfigError, match="process_id=1 only follows process 0: start it as dsjax-serve"):
+        Engine.from_config(follower)
