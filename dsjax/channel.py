@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge  # pyright: ignore
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ log = logging.getLogger("dsjax.channel")
 
 # Of peer_timeout_s: silence for so long is a loss, so that whoever waits has the error within peer_timeout_s.
 SILENCE = 0.9
+LOOK = 0.1  # of peer_timeout_s: how often a silent peer's time is looked at
 BEAT = 0.2  # of peer_timeout_s: how often a heartbeat is sent
 MAX_MESSAGE_BYTES = 1 << 30
 START_TIMEOUT_S = 300.0  # for the processes of an engine to find each other
@@ -52,21 +53,13 @@ class Channel:
 
     def __init__(self, connection: Connection, peer: str, peer_timeout_s: float):
         self.peer = peer  # as errors name it, e.g. "process 1"
-        self._beat_s = BEAT * peer_timeout_s
+        self.peer_timeout_s = peer_timeout_s  # may be changed at any time; the heartbeats stay as they are
+        self._beat_s, self._look_s = BEAT * peer_timeout_s, LOOK * peer_timeout_s
         self._connection = connection
-        self.set_timeout(peer_timeout_s)
         self._num_sent = self._num_received = 0
         self._sending = threading.Lock()
         self._closed = threading.Event()
         self._last_kind, self._last_s = "connecting", time.monotonic()
-
-    def set_timeout(self, peer_timeout_s: float) -> None:
-        """From the next message on, a peer is lost when it is silent for so long. The heartbeats stay as they are."""
-        self.peer_timeout_s = peer_timeout_s
-        seconds, micros = divmod(round(SILENCE * peer_timeout_s * 1e6), 1_000_000)
-        with self._socket() as handle:
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                handle.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, micros))
 
     def start(self, on_message: Callable[[Message], None], on_lost: Callable[[PeerLost], None]) -> None:
         """Begins heartbeats. Both functions are called on the channel's own thread, `on_lost` once, if ever."""
@@ -107,11 +100,16 @@ class Channel:
     def receive(self) -> Message:
         """The next message. Raises PeerLost for a closed, silent or garbled channel."""
         try:
+            while not self._connection.poll(self._look_s):
+                silent_s = time.monotonic() - self._last_s
+                # What came while this process itself was stopped counts.
+                if silent_s > SILENCE * self.peer_timeout_s and not self._connection.poll():
+                    raise self._lost("is silent")
             data = self._connection.recv_bytes(MAX_MESSAGE_BYTES)
         except EOFError as error:
             raise self._lost("closed the control channel") from error
         except BlockingIOError as error:  # the socket's own timeout
-            raise self._lost("is silent") from error
+            raise self._lost("has stopped inside a message") from error
         except OSError as error:
             raise self._lost(f"cannot be heard ({error})") from error
         try:
@@ -130,16 +128,10 @@ class Channel:
         self._hang_up()
 
     def _hang_up(self) -> None:
-        with contextlib.suppress(OSError), self._socket() as handle:  # the peer may have been faster
-            handle.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads, which closing the file would not
-
-    @contextlib.contextmanager
-    def _socket(self) -> Iterator[socket.socket]:
         handle = socket.socket(fileno=self._connection.fileno())
-        try:
-            yield handle
-        finally:
-            handle.detach()  # the connection owns the file
+        with contextlib.suppress(OSError):  # the peer may have been faster
+            handle.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads, which closing the file would not
+        handle.detach()  # the connection owns the file
 
     def _lost(self, what: str) -> PeerLost:
         silent_s = time.monotonic() - self._last_s
@@ -205,7 +197,7 @@ class Listener:
         while True:
             self._server.settimeout(max(0.001, self._end_s - time.monotonic()))
             connected, (host, *_) = self._server.accept()
-            connection = _open(connected)
+            connection = _open(connected, self._peer_timeout_s)
             channel = Channel(connection, f"a process on {host}", self._peer_timeout_s)
             try:
                 deliver_challenge(connection, self._key)
@@ -240,7 +232,7 @@ def connect(address: tuple[str, int], key: bytes, peer_timeout_s: float) -> Chan
                     "start it, or correct coordinator_address"
                 ) from error
             time.sleep(RETRY_S)
-    connection = _open(connected)
+    connection = _open(connected, peer_timeout_s)
     channel = Channel(connection, "process 0", peer_timeout_s)
     try:
         answer_challenge(connection, key)
@@ -254,7 +246,10 @@ def connect(address: tuple[str, int], key: bytes, peer_timeout_s: float) -> Chan
     return channel
 
 
-def _open(connected: socket.socket) -> Connection:
+def _open(connected: socket.socket, peer_timeout_s: float) -> Connection:
     connected.setblocking(True)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    seconds, micros = divmod(round(SILENCE * peer_timeout_s * 1e6), 1_000_000)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # of one read or write, so that neither waits for ever
+        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, micros))
     return Connection(connected.detach())

@@ -112,7 +112,7 @@ class Leader:
             channel.close()
             raise ConfigError(reason)
         channel.send("welcome")
-        channel.set_timeout(max(WARM_UP_S, self._peer_timeout_s))
+        channel.peer_timeout_s = max(WARM_UP_S, self._peer_timeout_s)
         self._channels.append(channel)
         channel.start(lambda message: self._on_message(channel, message), lambda error: self._on_lost(channel, error))
 
@@ -154,7 +154,7 @@ class Leader:
             self._state.wait_for(lambda: self._lost or len(self._ready) == len(self._channels))
         self.check()
         for channel in self._channels:
-            channel.set_timeout(self._peer_timeout_s)
+            channel.peer_timeout_s = self._peer_timeout_s
             channel.send("serving")
 
     def send(self, key: LaunchKey, arrays: tuple[np.ndarray, ...]) -> None:
@@ -215,7 +215,7 @@ class Follower:
         """`on_lost` is called on the channel's thread, since the main one may wait for a device for ever."""
         self.channel = channel
         self._peer_timeout_s = channel.peer_timeout_s
-        channel.set_timeout(max(WARM_UP_S, channel.peer_timeout_s))
+        channel.peer_timeout_s = max(WARM_UP_S, channel.peer_timeout_s)
         self._due: queue.SimpleQueue[Message | PeerLost] = queue.SimpleQueue()
         self._on_lost = on_lost or self._due.put
         channel.start(self._on_message, self._on_lost)
@@ -237,7 +237,7 @@ class Follower:
         if message.kind == "failed":
             self._on_lost(PeerLost(f"process 0 has failed: {message.fields.get('reason')}"))
         elif message.kind == "serving":
-            self.channel.set_timeout(self._peer_timeout_s)
+            self.channel.peer_timeout_s = self._peer_timeout_s
         else:
             self._due.put(message)
 

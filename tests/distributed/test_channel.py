@@ -64,7 +64,7 @@ def _ends(peer_timeout_s: float = WAIT_S) -> tuple[Channel, Connection]:
         far, _ = server.accept()
     from dsjax.channel import _open
 
-    return Channel(_open(near), "the peer", peer_timeout_s), Connection(far.detach())
+    return Channel(_open(near, peer_timeout_s), "the peer", peer_timeout_s), Connection(far.detach())
 
 
 @pytest.mark.parametrize(
@@ -143,3 +143,13 @@ def test_an_address_that_cannot_be_listened_on_is_a_config_error():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}, the port after coordinator_add"):
             listen(("127.0.0.1", port), b"key", WAIT_S)
+
+
+def test_a_shorter_timeout_also_ends_a_wait_that_has_begun():
+    channel, _other = _ends()
+    channel._look_s = SHORT_S
+    timer = threading.Timer(SHORT_S, lambda: setattr(channel, "peer_timeout_s", SHORT_S))
+    timer.start()
+    with pytest.raises(PeerLost, match="the peer is silent"):
+        channel.receive()
+    timer.join()

@@ -24,7 +24,7 @@ from dsjax.runner.buckets import Bucket
 from tests.distributed.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 60.0
+WAIT_S = 120.0
 FACTS = {"fact": "same"}
 
 
