@@ -119,10 +119,10 @@ def verify(
     step), chunk=N (N tokens a step) and token (one token a step in decode shape). Raises ConfigError."""
     config = ModelConfig.from_dir(path)
     prompts = read_golden(path)
-    steps = [parse_mode(mode) for mode in modes]
+    stepped = [mode for mode in modes if parse_mode(mode) is not None]
     if "full" in modes:
         yield from _verify_full(path, config, prompts, dtype, weight_format)
-    if any(step is not None for step in steps):
+    if stepped:
         longest = max(len(p.ids) + len(p.greedy_ids) for p in prompts)
         with_mtp = _has_mtp(path, prompts)
         runner, max_model_len = recording_runner(
@@ -136,13 +136,8 @@ def verify(
             with_mtp=with_mtp,
             parallel=parallel,
         )
-        for mode, num_tokens in zip(modes, steps, strict=True):
-            if num_tokens is not None:
-                rows = _ROWS if mode == "paged" else 1
-                scheduler = SchedulerConfig(
-                    max_num_seqs=rows, max_num_batched_tokens=min(num_tokens, runner.max_tokens)
-                )
-                yield from _verify_paged(mode, runner, scheduler, config, max_model_len, prompts)
+        for mode in stepped:
+            yield from verify_mode(mode, runner, config, max_model_len, prompts)
 
 
 def parse_mode(mode: str) -> int | None:
@@ -258,14 +253,14 @@ def recording_runner(
     return RecordingRunner(runner, max_tokens, with_mtp), max_model_len
 
 
-def _verify_paged(
-    mode: str,
-    runner: RecordingRunner,
-    scheduler: SchedulerConfig,
-    config: ModelConfig,
-    max_model_len: int,
-    prompts: list[Golden],
+def verify_mode(
+    mode: str, runner: RecordingRunner, config: ModelConfig, max_model_len: int, prompts: list[Golden]
 ) -> Iterator[Result]:
+    """Runs every prompt in a mode other than full, on `recording_runner`'s runner."""
+    num_tokens = parse_mode(mode)
+    assert num_tokens is not None
+    rows = _ROWS if mode == "paged" else 1
+    scheduler = SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=min(num_tokens, runner.max_tokens))
     engine = Engine(
         config=EngineConfig(model="verify", scheduler=scheduler),
         model_config=config,
