@@ -31,6 +31,8 @@ from dsjax.axes import ALL, DATA, KV, MESH_AXES, MODEL, SHARD, STAGE
 from dsjax.config import LayerKind, ModelConfig, ParallelConfig
 from dsjax.errors import ConfigError
 
+# Logical axes that every device has whole; `Rules` names all others.
+WHOLE = ("embed", "q_lora", "kv", "layer")
 # Axes that hold two halves, gate and up, of which each device gets a part.
 HALVES = ("gate_up", "expert_gate_up")
 
@@ -63,7 +65,7 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[Any] | None = None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Mesh axes that split each logical axis of a parameter; an axis not named here is on every device whole."""
+    """Mesh axes that split each logical axis of a parameter, none where every device has it whole."""
 
     heads: tuple[str, ...] = ()
     group: tuple[str, ...] = ()  # of heads, in the output projection
@@ -117,7 +119,12 @@ class Rules:
         return PartitionSpec(*split)
 
     def mesh_axes(self, name: str | None) -> tuple[str, ...]:
-        return getattr(self, name) if name in _NAMES else ()
+        """Of a logical axis. Raises ValueError for a name nobody knows, which must not mean "whole"."""
+        if name is None or name in WHOLE:
+            return ()
+        if name not in _NAMES:
+            raise ValueError(f"logical axis {name!r} is neither in WHOLE nor in Rules: {', '.join(sorted(_NAMES))}")
+        return getattr(self, name)
 
 
 _NAMES = frozenset(f.name for f in dataclasses.fields(Rules))

@@ -3,7 +3,7 @@
 Abstract shapes (`nnx.eval_shape`), initialisation, checkpoint loading and shardings all derive from this.
 Matmuls run at the highest precision (the two ways into the model set it): on accelerators the default rounds float32
 operands to bfloat16 and flips expert choices; bfloat16 operands are not affected by it.
-Logical axes: vocab embed heads q_lora kv head_dim group o_lora expert ffn streams, or None.
+Logical axes are the fields of `dsjax.sharding.Rules`, which may be split, those in its WHOLE, or None.
 """
 
 from __future__ import annotations
