@@ -7,6 +7,7 @@ from), so a plan that reads a wrong page, copies too late or sends a wrong row f
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from dsjax.cache.manager import RequestCache
 from dsjax.cache.spec import CacheSpec, EntryKind
-from dsjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from dsjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, override
 from dsjax.engine import Engine
 from dsjax.request import MAX_LOGPROBS, Request, SamplingParams, TokenEvent
 from dsjax.runner.sampling import Logprobs
@@ -184,9 +185,18 @@ def small_spec(
     return dataclasses.replace(spec, kinds=kinds, max_request_tokens=min(spec.max_request_tokens, *most))
 
 
+def default_parallel() -> ParallelConfig:
+    """The engine tests' mesh: one device, or for a run of the same tests on many what the environment says, such as
+    DSJAX_TEST_MESH="mesh=data:2,model:4 kv_parallel=2"."""
+    parallel = ParallelConfig()
+    for setting in os.environ.get("DSJAX_TEST_MESH", "").split():
+        parallel = override(parallel, *setting.split("=", 1))
+    return parallel
+
+
 def fake_engine(
     *,
-    num_shards: int = 1,
+    num_shards: int | None = None,
     max_model_len: int = 128,
     num_pages: dict[EntryKind, int] | None = None,
     cache: dict[str, Any] | None = None,
@@ -195,7 +205,8 @@ def fake_engine(
     eos_token_ids: tuple[int, ...] = (EOS,),
     **scheduler: Any,
 ) -> Engine:
-    """An engine on a FakeRunner (`engine.runner`); keywords are SchedulerConfig's."""
+    """An engine on a FakeRunner (`engine.runner`), by default of as many data shards as the engine tests' mesh has;
+    keywords are SchedulerConfig's."""
     config = EngineConfig(
         model="fake",
         cache=CacheConfig(**{**SMALL_CACHE, **(cache or {})}),
@@ -204,7 +215,9 @@ def fake_engine(
     )
     model = dataclasses.replace(model_config(), vocab_size=VOCAB, eos_token_ids=eos_token_ids)
     runner: Any = FakeRunner(
-        small_spec(model, config, max_model_len, num_pages), config.scheduler.max_num_batched_tokens, num_shards
+        small_spec(model, config, max_model_len, num_pages),
+        config.scheduler.max_num_batched_tokens,
+        num_shards or default_parallel().data_parallel_size,
     )
     return Engine(config=config, model_config=model, runner=runner, tokenizer=tokenizer, max_model_len=max_model_len)
 

@@ -20,7 +20,7 @@ from flax import nnx
 from configs.models import MODELS
 from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.cache.state import CacheState
-from dsjax.config import CacheConfig, EngineConfig, LayerKind, ModelConfig, ParallelConfig, SchedulerConfig, override
+from dsjax.config import CacheConfig, EngineConfig, LayerKind, ModelConfig, ParallelConfig, SchedulerConfig
 from dsjax.engine import Engine
 from dsjax.model.build import abstract, assemble, assemble_on_mesh
 from dsjax.model.stages import Stages
@@ -31,7 +31,7 @@ from dsjax.runner.runner import Runner
 from dsjax.runner.sampling import SlotTables
 from dsjax.scheduler.plan import StepPlan
 from dsjax.sharding import Placement, Rules, by_shard, make_mesh
-from tests.fakes import SMALL_CACHE, drain, request, small_spec, tokens_of
+from tests.fakes import SMALL_CACHE, default_parallel, drain, request, small_spec, tokens_of
 
 MAX_MODEL_LEN, MAX_SEQS, MAX_TOKENS = 128, 64, 64
 # Fewer shapes than the grid, so that little is compiled; rows are padded by none to 62 all the same.
@@ -99,15 +99,6 @@ def new_runner(parallel: ParallelConfig | None = None) -> Runner:
     runner.buckets.decode, runner.buckets.mixed = DECODE, MIXED
     runner._layouts = {bucket: Layout(bucket, spec) for bucket in runner.buckets}
     return runner
-
-
-def default_parallel() -> ParallelConfig:
-    """The engine tests' mesh: one device, or for a run of the same tests on many what the environment says, such as
-    DSJAX_TEST_MESH="mesh=data:2,model:4 kv_parallel=2"."""
-    parallel = ParallelConfig()
-    for setting in os.environ.get("DSJAX_TEST_MESH", "").split():
-        parallel = override(parallel, *setting.split("=", 1))
-    return parallel
 
 
 @functools.cache

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dsjax.cache.spec import EntryKind
-from tests.fakes import assert_idle, drain, request, tokens_of
-from tests.tiny_model import default_parallel, random_prompt, solo, tiny_config, tiny_engine
+from tests.fakes import assert_idle, default_parallel, drain, request, tokens_of
+from tests.tiny_model import random_prompt, solo, tiny_config, tiny_engine
 
 NO_CACHE = {"enable_prefix_caching": False}
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 15, 16, 17, 23, 24, 25, 31, 32, 33, 40, 41)

@@ -212,7 +212,9 @@ def test_a_deadline_that_passes_in_the_queue_never_starts(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     engine = fake_engine(max_num_seqs=1)
-    engine.add(request("a", [1], max_tokens=10))
+    others = [f"a{shard}" for shard in range(engine.runner.num_shards)]  # one in every slot
+    for name in others:
+        engine.add(request(name, [1], max_tokens=10))
     engine.add(request("b", [1], max_tokens=10, deadline_s=1000.2, n=2))
     engine.step()
     now = 1000.2
@@ -221,8 +223,9 @@ def test_a_deadline_that_passes_in_the_queue_never_starts(monkeypatch):
         (i, (), ErrorCode.DEADLINE_EXCEEDED, True) for i in range(2)
     ]
     assert "while waiting, after 0 output tokens" in str(events[0].error)
-    assert {row.request_id for step in engine.runner.sent for row in step} == {"a#0"}
-    assert tokens_of(drain(engine)["a"])[-1] == 11
+    assert {row.request_id for step in engine.runner.sent for row in step} == {f"{name}#0" for name in others}
+    events = drain(engine)
+    assert all(tokens_of(events[name])[-1] == 11 for name in others)
     assert engine._deadlines == 0
 
 

@@ -15,16 +15,18 @@ from dsjax import checkpoint
 from dsjax.cache.manager import CacheManager
 from dsjax.cache.spec import CacheSpec
 from dsjax.cache.state import CacheState
-from dsjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from dsjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from dsjax.engine import Engine
+from dsjax.errors import ConfigError
 from dsjax.model import paged
 from dsjax.model.build import assemble
 from dsjax.request import Request, SamplingParams
 from dsjax.runner.batch import Layout, pack, unpack
 from dsjax.runner.buckets import Bucket
 from dsjax.scheduler.plan import RowPlan
+from dsjax.sharding import Rules
 from dsjax.verify import ALL_MODES, Golden, RecordingRunner, read_golden, recording_runner, verify
-from tests.fakes import check_caches
+from tests.fakes import check_caches, default_parallel
 from tests.golden_sets import sets
 from tests.model.test_golden_full import ATOL, compare_inner
 
@@ -43,13 +45,29 @@ def test_every_mode(folder):
     assert [r for r in results if not r.passes(ATOL)] == []
 
 
+def _parallel(config: ModelConfig) -> ParallelConfig:
+    """The engine tests' mesh; with heads that it does not divide, each device has all, and a part of the cache."""
+    parallel = default_parallel()
+    try:
+        Rules.of(config, parallel)
+    except ConfigError:
+        parallel = dataclasses.replace(parallel, kv_parallel=parallel.tensor_parallel_size)
+    return parallel
+
+
 @functools.cache
 def _cached_runner(folder: Path) -> tuple[RecordingRunner, ModelConfig, int]:
     """A recording runner with a prefix cache of 8-token units, shared by the tests of a set."""
     config = ModelConfig.from_dir(folder)
     longest = max(len(p.ids) + len(p.greedy_ids) for p in read_golden(folder))
     runner, max_model_len = recording_runner(
-        folder, config, longest, enable_prefix_caching=True, prefix_unit_tokens=8, num_snapshots=256
+        folder,
+        config,
+        longest,
+        parallel=_parallel(config),
+        enable_prefix_caching=True,
+        prefix_unit_tokens=8,
+        num_snapshots=256,
     )
     return runner, config, max_model_len
 
