@@ -366,7 +366,7 @@ class ParallelConfig:
 
     A data shard has requests, pages and page tables of its own. Inside it `tensor_parallel_size` devices split heads,
     output groups, vocabulary and experts' widths; `kv_parallel` of them, which divides their number, also split the
-    cache, 1 keeps a whole copy on each. `mesh`, such as "data:2,model:4", says the first three sizes in one word.
+    cache, 1 keeps a whole copy on each.
     """
 
     tensor_parallel_size: int = 1
@@ -375,16 +375,8 @@ class ParallelConfig:
     kv_parallel: int = 1  # parts that every page is dealt into, entry by entry
     expert_parallel: bool = False  # whole experts over the whole mesh, instead of a slice of each over a data shard
     num_microbatches: int = 0  # parts of a step that are in different stages at a time; 0: pipeline_parallel_size
-    mesh: str = ""
 
     def __post_init__(self):
-        for name, size in _parse_mesh(self.mesh).items():
-            field_name = _MESH_FIELDS[name]
-            if getattr(self, field_name) not in (1, size):
-                raise ConfigError(
-                    f"mesh={self.mesh!r} and {field_name}={getattr(self, field_name)} differ: give one of them"
-                )
-            object.__setattr__(self, field_name, size)
         _at_least(self, 1, "tensor_parallel_size data_parallel_size pipeline_parallel_size kv_parallel")
         _at_least(self, 0, "num_microbatches")
         if self.tensor_parallel_size % self.kv_parallel:
@@ -393,25 +385,32 @@ class ParallelConfig:
                 "cache is split over the devices of a data shard"
             )
 
+    @classmethod
+    def of(cls, mesh: str, **options: Any) -> ParallelConfig:
+        """With the sizes in one word, see `mesh_sizes`; `options` are other fields."""
+        return cls(**mesh_sizes(mesh), **options)
+
     @property
     def num_devices(self) -> int:
         return self.pipeline_parallel_size * self.data_parallel_size * self.tensor_parallel_size
 
 
+MESH_PATH = "parallel.mesh"  # what `override_all` takes for the sizes in one word; no field has this name
 _MESH_FIELDS = {"data": "data_parallel_size", "model": "tensor_parallel_size", "stage": "pipeline_parallel_size"}
 
 
-def _parse_mesh(mesh: str) -> dict[str, int]:
-    """{"data": 2, "model": 4} of "data:2,model:4". Raises ConfigError."""
+def mesh_sizes(mesh: str) -> dict[str, int]:
+    """The sizes of ParallelConfig that "data:2,model:4" or "stage:2,data:4" names. Raises ConfigError."""
     sizes: dict[str, int] = {}
     for part in filter(None, mesh.split(",")):
         name, _, size = part.strip().partition(":")
-        if name not in _MESH_FIELDS or name in sizes or not size.isdecimal() or int(size) < 1:
+        field_name = _MESH_FIELDS.get(name)
+        if field_name is None or field_name in sizes or not size.isdecimal() or int(size) < 1:
             raise ConfigError(
                 f"mesh={mesh!r} must name each of {', '.join(_MESH_FIELDS)} once at most, with a size of at least 1, "
                 "such as 'data:2,model:4'"
             )
-        sizes[name] = int(size)
+        sizes[field_name] = int(size)
     return sizes
 
 
@@ -503,9 +502,11 @@ def override(config: C, path: str, value: str) -> C:
 
 
 def override_all(config: C, changes: Sequence[tuple[str, str]]) -> C:
-    """Applies (path, value) changes in turn; fields that limit each other may come in either order. Raises as
-    `override` does."""
-    pending = list(changes)
+    """Applies (path, value) changes in turn; fields that limit each other may come in either order.
+
+    A path that ends in `mesh` stands for the sizes it names. Raises as `override` does, and if mesh and a size differ.
+    """
+    pending = _with_sizes(changes)
     while pending:
         errors, later = [], []
         for path, value in pending:
@@ -518,6 +519,23 @@ def override_all(config: C, changes: Sequence[tuple[str, str]]) -> C:
             raise errors[0]
         pending = later
     return config
+
+
+def _with_sizes(changes: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The changes, with `mesh` written out."""
+    out: list[tuple[str, str]] = []
+    given = dict(changes)
+    for path, value in changes:
+        section, _, name = path.rpartition(".")
+        if name != "mesh":
+            out.append((path, value))
+            continue
+        for field_name, size in mesh_sizes(value).items():
+            full = f"{section}.{field_name}" if section else field_name
+            if given.get(full, str(size)) != str(size):
+                raise ConfigError(f"mesh={value!r} and {field_name}={given[full]} differ: give one of them")
+            out.append((full, str(size)))
+    return out
 
 
 def _parse(path: str, kind: Any, value: str) -> Any:

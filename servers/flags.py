@@ -16,7 +16,7 @@ from typing import Any
 from absl import flags
 
 from configs import serving
-from dsjax.config import EngineConfig, ParallelConfig, field_paths, override_all
+from dsjax.config import MESH_PATH, EngineConfig, ParallelConfig, field_paths, override_all
 from dsjax.errors import ConfigError, RequestError
 from dsjax.request import SamplingParams
 
@@ -46,7 +46,6 @@ _HELP = {
     "kv_parallel": "parts the cache of a data shard is split into; divides tensor_parallel_size; 1 keeps whole copies",
     "expert_parallel": "split experts over the whole mesh, instead of each expert's width over a data shard",
     "num_microbatches": "parts of a step that are in different pipeline stages at a time; 0 is a part a stage",
-    "mesh": "the sizes in one word, e.g. data:2,model:4 (model: tensor_parallel_size, stage: pipeline_parallel_size)",
     "coordinator_address": "host:port of process 0, where several processes run one engine; empty is one alone",
     "num_processes": "processes that run this engine together",
     "process_id": "which of them this is; 0 schedules and serves",
@@ -95,11 +94,18 @@ def define_engine_flags(values: flags.FlagValues) -> None:
         "set", [], "a field of the config, e.g. --set cache.block_size=64; may be repeated", flag_values=values
     )
     _define_fields(values, EngineConfig(model=DEFAULT_MODEL))
+    _define_mesh(values)
 
 
 def define_parallel_flags(values: flags.FlagValues) -> None:
     """Flags of ParallelConfig's fields alone, for programs that have no engine's other settings."""
     _define_fields(values, ParallelConfig())
+    _define_mesh(values)
+
+
+def _define_mesh(values: flags.FlagValues) -> None:
+    text = "the sizes in one word, e.g. data:2,model:4 (model: tensor_parallel_size, stage: pipeline_parallel_size)"
+    _define(values, "mesh", str, None, text)
 
 
 def _define_fields(values: flags.FlagValues, config: Any) -> None:
@@ -179,19 +185,19 @@ def _define(values: flags.FlagValues, name: str, kind: type, default: Any, text:
 
 def parallel_config(values: flags.FlagValues) -> ParallelConfig:
     """What the flags of `define_parallel_flags` mean. Raises ConfigError."""
-    return override_all(ParallelConfig(), _given(values, ParallelConfig()))
+    return override_all(ParallelConfig(), _given(values, ParallelConfig(), "mesh"))
 
 
-def _given(values: flags.FlagValues, config: Any) -> list[tuple[str, str]]:
-    """(path, value) of the config's fields whose flags were given."""
-    found = ((path, value_of(values, path.rpartition(".")[2])) for path in field_paths(config))
+def _given(values: flags.FlagValues, config: Any, *more: str) -> list[tuple[str, str]]:
+    """(path, value) of the config's fields, and of `more` paths, whose flags were given."""
+    found = ((path, value_of(values, path.rpartition(".")[2])) for path in (*field_paths(config), *more))
     return [(path, str(value)) for path, value in found if value is not None]
 
 
 def engine_config(values: flags.FlagValues) -> EngineConfig:
     """The config that the parsed flags mean. Raises ConfigError."""
     config = serving.load(values.config) if values.config else EngineConfig(model=values.model or DEFAULT_MODEL)
-    changes = _given(values, config)
+    changes = _given(values, config, MESH_PATH)
     for assignment in value_of(values, "set"):
         path, equals, value = assignment.partition("=")
         if not equals:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dsjax.cache.manager import RequestCache
 from dsjax.cache.spec import CacheSpec, EntryKind
-from dsjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, override
+from dsjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, override_all
 from dsjax.engine import Engine
 from dsjax.request import MAX_LOGPROBS, Request, SamplingParams, TokenEvent
 from dsjax.runner.sampling import Logprobs
@@ -188,10 +188,8 @@ def small_spec(
 def default_parallel() -> ParallelConfig:
     """The engine tests' mesh: one device, or for a run of the same tests on many what the environment says, such as
     DSJAX_TEST_MESH="mesh=data:2,model:4 kv_parallel=2"."""
-    parallel = ParallelConfig()
-    for setting in os.environ.get("DSJAX_TEST_MESH", "").split():
-        parallel = override(parallel, *setting.split("=", 1))
-    return parallel
+    settings = (setting.partition("=") for setting in os.environ.get("DSJAX_TEST_MESH", "").split())
+    return override_all(ParallelConfig(), [(name, value) for name, _, value in settings])
 
 
 def fake_engine(

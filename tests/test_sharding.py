@@ -25,7 +25,7 @@ TINY = MODELS["tiny-mixed"]()  # 4 heads in 2 groups, 6 experts of 32, 4 indexer
 
 
 def rules(mesh: str, model: ModelConfig = TINY, **parallel) -> Rules:
-    return Rules.of(model, ParallelConfig(mesh=mesh, **parallel))
+    return Rules.of(model, ParallelConfig.of(mesh=mesh, **parallel))
 
 
 def tiny(**sizes) -> ModelConfig:
@@ -36,10 +36,10 @@ def tiny(**sizes) -> ModelConfig:
 
 
 def test_the_mesh_has_the_devices_in_order():
-    mesh = make_mesh(ParallelConfig(mesh="stage:2,data:2,model:2", kv_parallel=2))
+    mesh = make_mesh(ParallelConfig.of(mesh="stage:2,data:2,model:2", kv_parallel=2))
     assert mesh.axis_names == MESH_AXES and mesh.devices.shape == (2, 2, 1, 2)
     assert mesh.devices.ravel().tolist() == jax.devices()
-    assert make_mesh(ParallelConfig(mesh="data:4")).devices.ravel().tolist() == jax.devices()[:4]
+    assert make_mesh(ParallelConfig.of(mesh="data:4")).devices.ravel().tolist() == jax.devices()[:4]
     assert make_mesh(ParallelConfig()).devices.shape == (1, 1, 1, 1)
 
 
@@ -65,7 +65,7 @@ def test_the_mesh_has_the_devices_in_order():
 )
 def test_a_mesh_that_does_not_divide_the_devices_is_refused(mesh, message):
     with pytest.raises(ConfigError) as caught:
-        make_mesh(ParallelConfig(mesh=mesh))
+        make_mesh(ParallelConfig.of(mesh=mesh))
     assert str(caught.value) == message
 
 
@@ -131,7 +131,7 @@ def test_rules_of_meshes():
 )
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do(sizes, parallel, message):
     with pytest.raises(ConfigError) as caught:
-        Rules.of(tiny(**sizes), ParallelConfig(**parallel))
+        Rules.of(tiny(**sizes), ParallelConfig.of(**parallel))
     assert str(caught.value) == message
 
 
@@ -176,7 +176,7 @@ def parts(
     parallel: str, of_rules: Rules, axes: Sequence[str | None], *stages: np.ndarray, kv: int = 1
 ) -> dict[tuple[int, ...], np.ndarray]:
     """{(stage, data, model, kv): that device's array}."""
-    mesh = make_mesh(ParallelConfig(mesh=parallel, kv_parallel=kv))
+    mesh = make_mesh(ParallelConfig.of(mesh=parallel, kv_parallel=kv))
     array = Placement(mesh, of_rules).put(axes, stages)
     on = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
     assert len(on) == mesh.size

@@ -59,7 +59,7 @@ def run(mesh, way, x, experts, weights, used):
 @pytest.mark.parametrize("choice", ["even", "all on one device", "half of them empty"])
 @pytest.mark.parametrize("way", ["gather", "all_to_all"])
 def test_every_token_gets_its_experts(mesh, choice, way):
-    mesh = make_mesh(ParallelConfig(mesh=mesh))
+    mesh = make_mesh(ParallelConfig.of(mesh=mesh))
     shards, num_tokens = mesh.shape[DATA], 64
     rng = np.random.default_rng(2)
     x = rng.normal(size=(shards * num_tokens, D)).astype(np.float32)
@@ -76,7 +76,7 @@ def test_every_token_gets_its_experts(mesh, choice, way):
 @pytest.mark.parametrize("num_tokens", [8, 64, 512])
 def test_the_way_taken_moves_fewer_bytes(mesh, num_tokens):
     """The numbers the choice is made by are those of the compiled text, and it takes the smaller one."""
-    mesh = make_mesh(ParallelConfig(mesh=mesh))
+    mesh = make_mesh(ParallelConfig.of(mesh=mesh))
     shards, shard_size = mesh.shape[DATA], mesh.size // mesh.shape[DATA]
     total = shards * num_tokens
     args = (

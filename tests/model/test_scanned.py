@@ -96,6 +96,6 @@ def test_what_only_single_layers_can_do():
 
 @pytest.mark.parametrize("mesh", ["data:2,model:2", "stage:2"])
 def test_pairs_on_a_mesh(pairs, mesh):
-    parallel = ParallelConfig(mesh=mesh)
+    parallel = ParallelConfig.of(mesh=mesh)
     results = list(verify(pairs, ("paged",), weight_format="stored", scanned=True, parallel=parallel))
     assert [r for r in results if not r.passes(2e-4)] == []

@@ -72,7 +72,7 @@ def compiled(parallel: ParallelConfig, bucket: Bucket) -> list[Collective]:
     ids=str,
 )
 def test_a_layer_sends_what_is_written_down(sizes, bucket):
-    parallel = ParallelConfig(**sizes)
+    parallel = ParallelConfig.of(**sizes)
     shard, shards = parallel.tensor_parallel_size, parallel.data_parallel_size
     found = by_layer([c for c in compiled(parallel, bucket) if not c.conditional])
     for i, kind in enumerate(CONFIG.layer_kinds):
@@ -92,7 +92,7 @@ def test_one_device_sends_nothing():
 
 @pytest.mark.parametrize("sizes", [{"mesh": "data:2"}, {"mesh": "data:2,model:1", "expert_parallel": True}], ids=str)
 def test_data_shards_meet_at_the_experts_alone(sizes):
-    parallel = ParallelConfig(**sizes)
+    parallel = ParallelConfig.of(**sizes)
     found = by_layer(compiled(parallel, DECODE))
     want = Counter()
     if parallel.expert_parallel:
@@ -104,7 +104,7 @@ def test_data_shards_meet_at_the_experts_alone(sizes):
 
 @SLOW
 def test_stages_hand_streams_on_and_nothing_else():
-    found = compiled(ParallelConfig(mesh="stage:2"), DECODE)
+    found = compiled(ParallelConfig.of(mesh="stage:2"), DECODE)
     assert {c.kind for c in found} == {"collective-permute", "all-reduce"}
     (shift,) = [c for c in found if c.kind == "collective-permute"]
     assert shift.shapes == (("f32", (4, 8, D)),)
@@ -115,7 +115,7 @@ def test_stages_hand_streams_on_and_nothing_else():
 @SLOW
 def test_after_warm_up_nothing_compiles_and_nothing_moves_unasked(monkeypatch):
     """Only explicit transfers: a step's inputs down, its results up; no array is laid out anew on its way."""
-    runner = new_runner(ParallelConfig(mesh="data:2,model:2", kv_parallel=2))
+    runner = new_runner(ParallelConfig.of(mesh="data:2,model:2", kv_parallel=2))
     runner.warm_up()
     monkeypatch.setattr("tests.tiny_model.tiny_runner", lambda: runner)
     engine = tiny_engine()
