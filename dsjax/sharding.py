@@ -155,6 +155,13 @@ class Placement:
         _, *others = self.rules.spec(axes)
         return NamedSharding(self.mesh, PartitionSpec((STAGE, *self.rules.mesh_axes(axes[0])), *others))
 
+    def abstract(self, axes: Sequence[str | None], shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+        """What `put` makes of every stage's array of this shape. Raises ConfigError where it does not divide."""
+        for name, size in zip(axes, shape, strict=True):
+            self._split(name, size)
+        whole = (self.mesh.shape[STAGE] * shape[0], *shape[1:])
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=self.sharding(axes))
+
     def put(self, axes: Sequence[str | None], stages: Sequence[np.ndarray]) -> jax.Array:
         """One parameter of every stage -> an array of which each device holds its part of its stage's.
 

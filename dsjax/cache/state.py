@@ -25,11 +25,8 @@ class CacheState(NamedTuple):
     states: dict[EntryKind, jax.Array]
 
     @classmethod
-    def create(
-        cls, spec: CacheSpec, config: ModelConfig, dtype: jnp.dtype, fill: float = 0.0, mesh: Mesh | None = None
-    ) -> CacheState:
-        """Fresh arrays on a mesh (or the default device); tests fill them with NaN, so that a read of something
-        unwritten shows."""
+    def abstract(cls, spec: CacheSpec, config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> CacheState:
+        """The arrays' shapes on a mesh (or on the default device), without allocating any."""
         parts = mesh.shape[STAGE] * mesh.shape[DATA] if mesh else 1
         num_csa, num_hca = config.layer_kinds.count(LayerKind.CSA), config.layer_kinds.count(LayerKind.HCA)
         layouts = {
@@ -37,24 +34,28 @@ class CacheState(NamedTuple):
             EntryKind.INDEX_KEY: (num_csa, 3 * config.index_head_dim),
             EntryKind.HCA: (num_hca, config.head_dim),
         }
-        return cls(
-            pools={
-                kind: jnp.full(
-                    (parts * kind_spec.shape[0], *kind_spec.shape[1:]),
-                    fill,
-                    dtype,
-                    device=mesh and sharding.pools(mesh),
-                )
-                for kind, kind_spec in spec.kinds.items()
-            },
-            states={
-                kind: jnp.full(
-                    (parts * layers * spec.num_state_slots, 3, channels),
-                    fill,
-                    jnp.float32,
-                    device=mesh and sharding.states(mesh),
-                )
-                for kind, (layers, channels) in layouts.items()
-                if layers
-            },
+        pools = {
+            kind: jax.ShapeDtypeStruct(
+                (parts * kind_spec.shape[0], *kind_spec.shape[1:]), dtype, sharding=mesh and sharding.pools(mesh)
+            )
+            for kind, kind_spec in spec.kinds.items()
+        }
+        states = {
+            kind: jax.ShapeDtypeStruct(
+                (parts * layers * spec.num_state_slots, 3, channels),
+                jnp.float32,
+                sharding=mesh and sharding.states(mesh),
+            )
+            for kind, (layers, channels) in layouts.items()
+            if layers
+        }
+        return cls(pools, states)  # type: ignore[arg-type]  # shapes in place of arrays
+
+    @classmethod
+    def create(
+        cls, spec: CacheSpec, config: ModelConfig, dtype: jnp.dtype, fill: float = 0.0, mesh: Mesh | None = None
+    ) -> CacheState:
+        """Fresh arrays; tests fill them with NaN, so that a read of something unwritten shows."""
+        return jax.tree.map(
+            lambda x: jnp.full(x.shape, fill, x.dtype, device=x.sharding), cls.abstract(spec, config, dtype, mesh)
         )

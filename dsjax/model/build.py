@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -70,6 +69,18 @@ def assemble_on_mesh(
     return graph, _filled(state, placed)
 
 
+def abstract_on_mesh(
+    stages: Stages, dtype: jnp.dtype, placement: Placement, *, with_mtp: bool, stored: bool, scanned: bool
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """What `assemble_on_mesh` makes, as shapes that know how they are split."""
+    graph, state = abstract(stages.config, dtype, with_mtp=with_mtp, stored=stored, scanned=scanned)
+    shapes = {
+        name: placement.abstract(leaf.get_metadata("logical_axes"), leaf.shape, leaf.dtype)
+        for name, leaf in _by_name(state).items()
+    }
+    return graph, _filled(state, shapes)
+
+
 def _by_name(state: nnx.State) -> dict[str, nnx.Variable]:
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 
@@ -97,7 +108,7 @@ def _checked(name: str, shape: tuple[int, ...], params: Mapping[str, np.ndarray]
     return array
 
 
-def _filled(state: nnx.State, arrays: Mapping[str, jax.Array]) -> nnx.State:
+def _filled(state: nnx.State, arrays: Mapping[str, Any]) -> nnx.State:
     flat = {path: leaf.replace(arrays[".".join(map(str, path))]) for path, leaf in nnx.to_flat_state(state)}
     return nnx.from_flat_state(flat)
 

@@ -62,6 +62,7 @@ class Runner:
         all_logits: bool = False,
         fail_on_recompile: bool = False,
         fill: float = 0.0,
+        abstract: bool = False,
         on_launch: Callable[[Program, Sequence[np.ndarray]], None] | None = None,
         on_read: Callable[[DeviceOutput], None] | None = None,
     ):
@@ -72,9 +73,13 @@ class Runner:
         # One bfloat16 row takes a scalar path in XLA's CPU matmul, 10 times slower than two rows.
         self.buckets = Buckets(scheduler, min_rows=2 if dtype == jnp.bfloat16 else 1)
         self.num_pages = {kind: kind_spec.num_pages for kind, kind_spec in spec.kinds.items()}
-        self.cache = CacheState.create(spec, config, cache_dtype or dtype, fill, mesh)
-        num_slots = self.num_shards * spec.num_slots
-        self.slots = SlotTables.create(num_slots, config.vocab_size, sharding.by_shard(mesh))
+        cache_dtype = cache_dtype or dtype
+        tables = self.num_shards * spec.num_slots, config.vocab_size, sharding.by_shard(mesh)
+        if abstract:
+            self.cache, self.slots = CacheState.abstract(spec, config, cache_dtype, mesh), SlotTables.abstract(*tables)
+        else:
+            self.cache = CacheState.create(spec, config, cache_dtype, fill, mesh)
+            self.slots = SlotTables.create(*tables)
         self._layouts = {bucket: Layout(bucket, spec) for bucket in self.buckets}
         self._programs: dict[Program, jax.stages.Compiled] = {}
         self._warm = False

@@ -7,7 +7,7 @@ The vocabulary is never sorted: thresholds are found by bisection over the bits 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,21 @@ class SlotTables(NamedTuple):
     bias: jax.Array  # [num_slots, V] float32; meaningful for requests with logit_bias or min_tokens
 
     @classmethod
-    def create(cls, num_slots: int, vocab_size: int, sharding: NamedSharding | None = None) -> SlotTables:
-        def zeros(dtype: jnp.dtype, *shape: int) -> jax.Array:
-            return jnp.zeros(shape, dtype, device=sharding)
+    def abstract(cls, num_slots: int, vocab_size: int, sharding: NamedSharding | None = None) -> SlotTables:
+        """The tables' shapes, without allocating any."""
+
+        def shape(dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
         table = num_slots, vocab_size
-        return cls(zeros(jnp.int32, num_slots), zeros(jnp.int32, *table), zeros(jnp.float32, *table))
+        shapes = shape(jnp.int32, num_slots), shape(jnp.int32, *table), shape(jnp.float32, *table)
+        return cls(*shapes)  # type: ignore[arg-type]  # shapes in place of arrays
+
+    @classmethod
+    def create(cls, num_slots: int, vocab_size: int, sharding: NamedSharding | None = None) -> SlotTables:
+        """Tables of zeros."""
+        shapes = cls.abstract(num_slots, vocab_size, sharding)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
 
 
 class SamplingBatch(NamedTuple):
