@@ -6,6 +6,7 @@ describes. It never runs; its memory, its collectives and whether it fits are fa
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -16,19 +17,12 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 
-from dsjax import hlo
-from dsjax.cache.spec import CacheSpec
-from dsjax.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from dsjax.errors import ConfigError
-from dsjax.model.build import abstract_on_mesh
-from dsjax.model.stages import Stages
 from dsjax.runner.buckets import Bucket
 from dsjax.runner.runner import Runner
-from dsjax.sharding import Placement, Rules, make_mesh
+from dsjax.traffic import Collective, collectives
 
 _GIB = 1 << 30
 
@@ -86,10 +80,11 @@ class StepReport:
     bucket: Bucket
     weight_bytes: int
     cache_bytes: int
-    other_bytes: int  # sampling tables and what the host sends
-    temp_bytes: int | None  # None where it did not compile
+    other_bytes: int  # sampling tables
+    temp_bytes: int | None  # None where the compiler refused
     compile_s: float
-    collectives: dict[str, hlo.Traffic] = field(default_factory=dict)
+    compile_cpu_s: float  # of all cores
+    collectives: list[Collective] = field(default_factory=list)
     error: str = ""  # what the compiler said where it refused
 
     @property
@@ -98,72 +93,35 @@ class StepReport:
 
     @property
     def total_bytes(self) -> int:
-        """Arguments and temporaries; outputs take the place of donated arguments."""
+        """Arguments and temporaries; results take the place of donated arguments."""
         return self.argument_bytes + (self.temp_bytes or 0)
 
 
-def abstract_runner(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    devices: list[Any],
-    *,
-    cache: CacheConfig,
-    scheduler: SchedulerConfig,
-    dtype: Any = jnp.bfloat16,
-    stored: bool = True,
-    scanned: bool = True,
-) -> Runner:
-    """The runner of an engine on these devices, of shapes alone. Raises ConfigError as loading it would."""
-    mesh, rules = make_mesh(parallel, devices), Rules.of(model, parallel)
-    stages = Stages.of(model, parallel.pipeline_parallel_size)
-    dtype = jnp.dtype(dtype)
-    max_model_len = scheduler.max_model_len or model.max_position_embeddings
-    spec = CacheSpec.of(stages.config, cache, scheduler, max_model_len, dtype.itemsize, num_parts=parallel.kv_parallel)
-    graph, params = abstract_on_mesh(
-        stages, dtype, Placement(mesh, rules), with_mtp=False, stored=stored, scanned=scanned
-    )
-    return Runner(
-        config=stages.config,
-        graph=graph,
-        params=params,
-        spec=spec,
-        scheduler=scheduler,
-        mesh=mesh,
-        active=stages.active,
-        num_microbatches=parallel.num_microbatches or parallel.pipeline_parallel_size,
-        dtype=dtype,
-        abstract=True,
-    )
-
-
 def compile_step(runner: Runner, bucket: Bucket) -> tuple[StepReport, jax.stages.Compiled | None]:
-    """Compiles a step of an abstract runner; the second is None where the compiler refused, e.g. for want of memory."""
-    lowered = runner.lower(bucket)
-    sizes = {name: _device_bytes(tree) for name, tree in vars(runner).items() if name in ("params", "cache", "slots")}
-    layout_bytes = 4 * sum(np.prod(x.shape[1:]) for x in jax.tree.leaves(lowered.in_avals)[-2:])
-    known = {
+    """Compiles a step of a runner; the second is None where the compiler refused, e.g. for want of memory."""
+    known: dict[str, Any] = {
         "bucket": bucket,
-        "weight_bytes": sizes["params"],
-        "cache_bytes": sizes["cache"],
-        "other_bytes": sizes["slots"] + int(layout_bytes),
+        "weight_bytes": _device_bytes(runner.params),
+        "cache_bytes": _device_bytes(runner.cache),
+        "other_bytes": _device_bytes(runner.slots),
     }
-    start = time.monotonic()
+    wall, cpu = time.monotonic(), time.process_time()
+
+    def spent() -> dict[str, Any]:
+        return {"compile_s": time.monotonic() - wall, "compile_cpu_s": time.process_time() - cpu}
+
     try:
-        compiled = lowered.compile()
-    except Exception as error:  # XlaRuntimeError, of whatever the compiler found
-        elapsed = time.monotonic() - start
-        return StepReport(**known, temp_bytes=None, compile_s=elapsed, error=str(error)), None
-    elapsed = time.monotonic() - start
+        compiled = runner.lower(bucket).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return StepReport(**known, temp_bytes=None, **spent(), error=str(error)), None
+    took = spent()
     memory = compiled.memory_analysis()
-    report = StepReport(
-        **known,
-        temp_bytes=memory.temp_size_in_bytes,
-        compile_s=elapsed,
-        collectives=hlo.collectives(compiled.as_text()),
-    )
+    assert memory is not None  # every compiler here gives it
+    temp = memory.temp_size_in_bytes
+    report = StepReport(**known, temp_bytes=temp, **took, collectives=collectives(compiled.as_text() or ""))
     return report, compiled
 
 
 def _device_bytes(tree: Any) -> int:
     """Bytes of the parts that one device holds."""
-    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

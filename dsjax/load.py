@@ -6,7 +6,7 @@ import dataclasses
 import importlib.resources
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from dsjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig,
 from dsjax.distributed import Follower, Leader, facts_of, initialize
 from dsjax.engine import Engine
 from dsjax.errors import ConfigError
-from dsjax.model.build import assemble_on_mesh
+from dsjax.model.build import abstract_on_mesh, assemble_on_mesh
 from dsjax.model.stages import Stages
 from dsjax.runner.runner import Runner
 from dsjax.sharding import Placement, Rules, make_mesh
@@ -42,10 +42,10 @@ def model_dir(model: str) -> Path:
     return path
 
 
-def resolve_dtype(dtype: str) -> jnp.dtype:
+def resolve_dtype(dtype: str, platform: str) -> jnp.dtype:
     """auto is float32 on the CPU, where bfloat16 has slow paths, and bfloat16 elsewhere."""
     if dtype == "auto":
-        dtype = "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
+        dtype = "float32" if platform == "cpu" else "bfloat16"
     return jnp.dtype(dtype)
 
 
@@ -70,11 +70,12 @@ def load_runner(
 
 def make_runner(
     config: ModelConfig,
-    read: Callable[[str, bool], Mapping[str, np.ndarray]],
+    read: Callable[[str, bool], Mapping[str, np.ndarray]] | None,
     *,
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     parallel: ParallelConfig | None = None,
+    devices: Sequence[Any] | None = None,
     dtype: str = "auto",
     weight_format: str = "auto",
     scanned: bool | None = None,
@@ -83,9 +84,10 @@ def make_runner(
 ) -> tuple[Runner, int]:
     """A runner on the mesh that `parallel` describes; also returns the longest sequence it may be asked to hold.
 
-    `read(dtype, stored)` gives the parameters {dotted path: array}, `stored` as the checkpoint has them. Layers that
-    repeat are `scanned` in a loop, by default on accelerators alone: there it compiles in seconds instead of minutes,
-    while on a CPU it would copy each layer's weights.
+    The mesh is of `devices`, by default all there are. `read(dtype, stored)` gives the parameters {dotted path: array},
+    `stored` as the checkpoint has them; without it the runner is abstract, of shapes alone. Layers that repeat are
+    `scanned` in a loop, by default on accelerators alone: there it compiles in seconds instead of minutes, while on a
+    CPU it would copy each layer's weights.
     """
     max_model_len = scheduler.max_model_len or config.max_position_embeddings
     if max_model_len > config.max_position_embeddings:
@@ -94,9 +96,10 @@ def make_runner(
             f"{config.max_position_embeddings}"
         )
     parallel = parallel or ParallelConfig()
-    mesh, rules = make_mesh(parallel), Rules.of(config, parallel)
+    mesh, rules = make_mesh(parallel, devices), Rules.of(config, parallel)
     stages = Stages.of(config, parallel.pipeline_parallel_size)
-    compute = resolve_dtype(dtype)
+    platform = mesh.devices.flat[0].platform
+    compute = resolve_dtype(dtype, platform)
     stored = compute if cache.kv_cache_dtype == "auto" else jnp.dtype(cache.kv_cache_dtype)
     spec = CacheSpec.of(
         stages.config,
@@ -107,12 +110,17 @@ def make_runner(
         num_mtp_layers=int(with_mtp),
         num_parts=parallel.kv_parallel,
     )
-    platform = mesh.devices.flat[0].platform
-    keep = keeps_stored(weight_format, platform)
-    params = read(compute.name, keep)
+    form: Any = {
+        "with_mtp": with_mtp,
+        "stored": keeps_stored(weight_format, platform),
+        "scanned": platform != "cpu" if scanned is None else scanned,
+    }
     placement = Placement(mesh, rules)
-    scan = platform != "cpu" if scanned is None else scanned
-    graph, state = assemble_on_mesh(stages, params, compute, placement, with_mtp=with_mtp, stored=keep, scanned=scan)
+    if read is None:
+        graph, state = abstract_on_mesh(stages, compute, placement, **form)
+    else:
+        params = read(compute.name, form["stored"])
+        graph, state = assemble_on_mesh(stages, params, compute, placement, **form)
     runner = Runner(
         config=stages.config,
         graph=graph,
@@ -124,6 +132,7 @@ def make_runner(
         num_microbatches=parallel.num_microbatches or parallel.pipeline_parallel_size,
         dtype=compute,
         cache_dtype=stored,
+        abstract=read is None,
         **options,
     )
     return runner, max_model_len

@@ -161,7 +161,7 @@ def _verify_full(
     path: Path, config: ModelConfig, prompts: list[Golden], dtype: str, weight_format: str
 ) -> Iterator[Result]:
     with_mtp = _has_mtp(path, prompts)
-    compute = resolve_dtype(dtype)
+    compute = resolve_dtype(dtype, jax.devices()[0].platform)
     keep = keeps_stored(weight_format, jax.devices()[0].platform)
     params = checkpoint.open_params(path, config, compute.name, include_mtp=with_mtp, stored=keep)
     graph, state = assemble(config, params, compute, with_mtp=with_mtp, stored=keep)

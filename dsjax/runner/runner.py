@@ -43,7 +43,8 @@ class Runner:
     `params` lie on the mesh (`sharding.Placement`); `config` is the model of one pipeline stage, `active` says which of
     its layers each stage has. `all_logits` makes every step return the logits of all its tokens (for verification, not
     for serving). `on_launch` is called with every program and its host arrays just before it is run here, `on_read`
-    with a step's results before they are waited for.
+    with a step's results before they are waited for. An `abstract` runner has shapes instead of arrays: it lowers
+    programs and runs none.
     """
 
     def __init__(

@@ -1,0 +1,45 @@
+"""How often a collective runs, from the texts of different compilers."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from dsjax.traffic import collectives
+
+PROGRAM = """
+    HloModule step
+
+    %condition (p: (s32[], f32[8])) -> pred[] {
+      %limit = s32[]{:T(128)} constant(20), metadata={op_name="x"}
+      %p = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+      %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+      %n = s32[]{:T(128)} get-tuple-element(%p), index=1
+      ROOT %lt = pred[]{:T(512)} compare(%i, %LIMIT), direction=LT, metadata={op_name="x"}
+    }
+
+    %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+      %p.1 = (s32[], f32[8]{0}) parameter(0)
+      %x = f32[8]{0:T(128)} all-reduce(%y), replica_groups={{0,1,2,3}}, to_apply=%add, metadata={op_name="a/layer"}
+    }
+
+    ENTRY %main (x: f32[8]) -> f32[8] {
+      %w = (s32[], f32[8]{0}) while(%t), condition=%condition, body=%bodyKNOWN
+    }
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "known", "times"),
+    [
+        ("limit", "", 20),  # TPU: a loop of fixed length compares with a constant
+        ("n", "", 1),  # of a length that only the run knows
+        ("limit", ', backend_config={"known_trip_count":{"n":"7"}}', 7),  # CPU and GPU write it down
+    ],
+)
+def test_what_is_in_a_loop_counts_as_often_as_it_runs(limit, known, times):
+    text = textwrap.dedent(PROGRAM).replace("%LIMIT", f"%{limit}").replace("KNOWN", known)
+    (found,) = collectives(text)
+    assert (found.kind, found.group, found.times, found.result_bytes) == ("all-reduce", 4, times, 32)
+    assert found.sent_bytes == times * 48  # a ring: twice three quarters of 32 bytes
