@@ -58,7 +58,7 @@ def collectives(text: str) -> list[Collective]:
             if match is None or times[name] == 0:
                 continue
             kind, shapes = match[2], _shapes(match[1])
-            if match[3] and kind != "all-reduce":
+            if match[3] and (kind != "all-reduce" or match[1].startswith("((")):
                 shapes = shapes[len(shapes) // 2 :]  # an asynchronous start's tuple has the operands first
             group = 2 if kind == "collective-permute" else _group(line)
             if group > 1:
@@ -128,6 +128,9 @@ def _group(line: str) -> int:
         return int(match[2])
     if match := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
         return len(match[1].split(","))
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):  # by the names of axes: JAX 0.12
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
+        return math.prod(sizes[name] for name in re.findall(r"'([^']*)'", match[2]))
     return 1
 
 

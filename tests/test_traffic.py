@@ -43,3 +43,22 @@ def test_what_is_in_a_loop_counts_as_often_as_it_runs(limit, known, times):
     (found,) = collectives(text)
     assert (found.kind, found.group, found.times, found.result_bytes) == ("all-reduce", 4, times, 32)
     assert found.sent_bytes == times * 48  # a ring: twice three quarters of 32 bytes
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "group"),
+    [
+        ("f32[8]{0} all-reduce(%y), replica_groups={{0,1},{2,3}}", (8,), 2),
+        ("f32[8]{0} all-reduce(%y), replica_groups=[2,4]<=[8]", (8,), 4),
+        # JAX 0.12 names axes; an asynchronous start gives back its operands too
+        ("((f32[8]{0}), f32[8]{0}) all-reduce-start(%y), replica_groups=mesh['a'=2,'b'=4,'c'=3] {'a','c'}", (8,), 6),
+        (
+            "(f32[8]{0}, f32[32]{0}) all-gather-start(%y), replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}",
+            (32,),
+            4,
+        ),
+    ],
+)
+def test_results_and_groups_as_compilers_write_them(op, shape, group):
+    (found,) = collectives(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  %x = {op}\n}}\n")
+    assert (found.shapes, found.group) == ((("f32", shape),), group)
