@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.machine import describe
 from configs.models import MODELS
-from dsjax.config import CacheConfig, ParallelConfig, SchedulerConfig, field_paths, override
+from dsjax.config import CacheConfig, ParallelConfig, SchedulerConfig
 from dsjax.errors import ConfigError
 from servers import flags as server_flags
 
@@ -33,10 +33,10 @@ _SHORT = {"all-reduce": "ar", "all-gather": "ag", "reduce-scatter": "rs", "all-t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return server_flags.run(PROGRAM, lambda: _main(list(sys.argv if argv is None else argv)))
+    return server_flags.run(PROGRAM, lambda: _main(sys.argv if argv is None else argv))
 
 
-def _main(argv: list[str]) -> int:
+def _main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_multi_string(
         "target", None, "v6e:4x4, v5p:2x2x2, tpu7x:2x2x1 or h100:8; repeatable; default all", flag_values=values
@@ -63,7 +63,7 @@ def _main(argv: list[str]) -> int:
     for name in names:
         if name not in TARGETS:
             raise ConfigError(f"target={name!r} must be one of {', '.join(TARGETS)}")
-    results = _compile(names[0], values) if len(names) == 1 else _in_processes(names, values, argv)
+    results = _compile(names[0], values) if len(names) == 1 else _in_processes(names, values)
     print(table(results))
     if values.output:
         settings = {name: values[name].value for name in _SETTINGS}
@@ -75,9 +75,10 @@ def _main(argv: list[str]) -> int:
 _SETTINGS = "model num_layers max_num_seqs max_num_batched_tokens max_model_len cache_memory_bytes".split()
 
 
-def _in_processes(names: list[str], values: flags.FlagValues, argv: list[str]) -> list[dict[str, Any]]:
+def _in_processes(names: list[str], values: flags.FlagValues) -> list[dict[str, Any]]:
     """A process a target: GPU compilers keep the first architecture they see."""
-    others, results = [a for a in argv[1:] if "target" not in a and "output" not in a], []
+    given = [values[name] for name in values if values[name].present and name not in ("target", "output")]
+    others, results = [arg for flag in given for arg in flag.serialize().splitlines()], []
     with tempfile.TemporaryDirectory() as folder:
         for name in tqdm(names, desc="targets"):
             file = Path(folder) / "result.json"
@@ -91,13 +92,10 @@ def _in_processes(names: list[str], values: flags.FlagValues, argv: list[str]) -
 
 def parallel_of(values: flags.FlagValues, num_devices: int) -> ParallelConfig:
     """The flags' mesh, or one for these devices: shards of 4 devices that split heads and cache, experts over all."""
-    given = {name: values[name].value for name in field_paths(ParallelConfig()) if values[name].present}
-    if not given:
-        return ParallelConfig(mesh=f"data:{num_devices // 4},model:4", kv_parallel=4, expert_parallel=True)
-    parallel = ParallelConfig()
-    for name, value in given.items():
-        parallel = override(parallel, name, str(value))
-    return parallel
+    parallel = server_flags.parallel_config(values)
+    if parallel != ParallelConfig():
+        return parallel
+    return ParallelConfig.of(f"data:{num_devices // 4},model:4", kv_parallel=4, expert_parallel=True)
 
 
 def _compile(name: str, values: flags.FlagValues) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def compiled():
         devices=aot.devices(aot.TARGETS["v6e:4x4"]),
         cache=CacheConfig(cache_memory_bytes=16 << 30),
         scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=64, max_model_len=32768),
-        parallel=ParallelConfig(mesh="data:4,model:4", kv_parallel=4, expert_parallel=True),
+        parallel=ParallelConfig.of("data:4,model:4", kv_parallel=4, expert_parallel=True),
     )
     report, program = aot.compile_step(runner, runner.buckets.decode[-1])
     assert program is not None, report.error
