@@ -30,7 +30,7 @@ class QueryBlocks(NamedTuple):
 class Pages(NamedTuple):
     """One layer's view of a paged pool, or of the part of it that this device holds."""
 
-    pool: jax.Array  # [layers * num_pages, entries_per_page, width]
+    pool: jax.Array  # [layers * num_pages, entries_per_page, width], or an entry as [width / 128, 128]
     table: jax.Array  # [R, P] int32, page ids in [0, num_pages)
     layer: int | jax.Array
     num_pages: int
@@ -78,6 +78,6 @@ class Pages(NamedTuple):
         place = jax.lax.rem(jax.lax.div(index, epp), width)
         page = self.table[row[:, None], place]
         slot = page * epp + jax.lax.rem(index, epp)
-        flat = self.pool.reshape(-1, self.pool.shape[2])
+        flat = self.pool.reshape(self.pool.shape[0] * epp, -1)
         rows = flat.at[slot + self.layer * self.num_pages * epp].get(mode="clip")
         return jnp.where(valid[..., None], rows, 0)

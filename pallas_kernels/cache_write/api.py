@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +11,7 @@ NOWHERE = 1 << 30  # a slot past every pool, for padding; adding a layer's offse
 
 
 def cache_write(
-    pool: jax.Array,  # [layers * pages, entries_per_page, width]
+    pool: jax.Array,  # [layers * pages, entries_per_page, width], or an entry as [width / 128, 128]
     slots: jax.Array,  # [T] int32: page * entries_per_page + entry within one layer; NOWHERE is dropped
     entries: jax.Array,  # [T, width]
     *,
@@ -17,12 +19,15 @@ def cache_write(
     num_pages: int,
 ) -> jax.Array:
     """The pool with the entries written. A slot is written at most once. Raises ValueError for other widths."""
-    if entries.ndim != 2 or entries.shape[1] != pool.shape[2]:
-        raise ValueError(f"cache_write: entries {entries.shape} must be [T, {pool.shape[2]}]")
-    flat = pool.reshape(-1, pool.shape[2])
+    width = math.prod(pool.shape[2:])
+    if entries.ndim != 2 or entries.shape[1] != width:
+        raise ValueError(f"cache_write: entries {entries.shape} must be [T, {width}]")
+    flat = pool.reshape(-1, *pool.shape[2:])
+    entries = entries.reshape(-1, *pool.shape[2:])
     if slots.shape[0] == 1:
         # XLA turns a scatter of one row into a slice and an update, and then copies the pool at every layer.
-        slots, entries = jnp.pad(slots, (0, 1), constant_values=NOWHERE), jnp.pad(entries, ((0, 1), (0, 0)))
+        slots = jnp.pad(slots, (0, 1), constant_values=NOWHERE)
+        entries = jnp.concatenate([entries, entries])
     index = slots + layer * num_pages * pool.shape[1]
     flat = flat.at[index].set(entries.astype(pool.dtype), mode="drop")
     return flat.reshape(pool.shape)

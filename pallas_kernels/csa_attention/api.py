@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.blocks import Pages, QueryBlocks
-from pallas_kernels.csa_attention import reference
-from pallas_kernels.swa_attention.api import check_shapes
+from pallas_kernels.csa_attention import reference, tpu
+from pallas_kernels.swa_attention.api import check_shapes, finish
+from pallas_kernels.target import CPU, Target
 
 
 def csa_attention(
@@ -20,12 +21,18 @@ def csa_attention(
     window: int,
     ratio: int,
     scale: float,
+    target: Target = CPU,
 ) -> jax.Array:  # [NB, B, sinks, H] float32
     """A query attends to its window and to its chosen entries. Raises ValueError for shapes that do not fit."""
     check_shapes("csa_attention", q, blocks, window_pages, sink)
     check_shapes("csa_attention", q, blocks, entry_pages, sink)
     if chosen.ndim != (2 if q.shape[1] == 1 else 3):
         raise ValueError(f"csa_attention: chosen {chosen.shape} must be indices for B=1 and a mask for B={q.shape[1]}")
-    return reference.csa_attention(
-        q, blocks, window_pages, entry_pages, chosen, sink, window=window, ratio=ratio, scale=scale
-    )
+    common = {"window": window, "ratio": ratio, "scale": scale}
+    pages = (window_pages, entry_pages)
+    if target.has_tpu_kernels:
+        partial = entry_pages.count > 1
+        run = tpu.csa_attention(q, blocks, *pages, chosen, sink, **common, target=target, partial=partial)
+    else:
+        run = reference.csa_attention(q, blocks, *pages, chosen, **common)
+    return finish(run, q, sink, entry_pages)

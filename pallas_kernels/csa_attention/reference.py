@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from pallas_kernels import online_softmax
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.hca_attention.reference import attend_entries, visible_entries
-from pallas_kernels.swa_attention.reference import attend_window, finish, flat_queries, per_head
+from pallas_kernels.online_softmax import Running
+from pallas_kernels.swa_attention.reference import attend_window, flat_queries, per_head
 
 
 def csa_attention(
@@ -17,17 +18,14 @@ def csa_attention(
     window_pages: Pages,
     entry_pages: Pages,
     chosen: jax.Array,
-    sink: jax.Array,
     *,
     window: int,
     ratio: int,
     scale: float,
-) -> jax.Array:
+) -> Running:
     run = attend_window(q, blocks, window_pages, window=window, scale=scale)
-    if q.shape[1] == 1:
-        valid = chosen < entry_pages.max_entries
-        keys = entry_pages.read_rows(blocks.row, jnp.where(valid, chosen, 0), valid)
-        run = online_softmax.update(run, flat_queries(q), keys, per_head(valid[:, None], q), scale)
-    else:
-        run = attend_entries(run, q, blocks, entry_pages, visible_entries(q, blocks, ratio), chosen, scale)
-    return finish(run, q, sink, entry_pages)
+    if q.shape[1] > 1:
+        return attend_entries(run, q, blocks, entry_pages, visible_entries(q, blocks, ratio), chosen, scale)
+    valid = chosen < entry_pages.max_entries
+    keys = entry_pages.read_rows(blocks.row, jnp.where(valid, chosen, 0), valid)
+    return online_softmax.update(run, flat_queries(q), keys, per_head(valid[:, None], q), scale)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.blocks import Pages, QueryBlocks
-from pallas_kernels.hca_attention import reference
-from pallas_kernels.swa_attention.api import check_shapes
+from pallas_kernels.hca_attention import reference, tpu
+from pallas_kernels.swa_attention.api import check_shapes, finish
+from pallas_kernels.target import CPU, Target
 
 
 def hca_attention(
@@ -19,8 +20,15 @@ def hca_attention(
     window: int,
     ratio: int,
     scale: float,
+    target: Target = CPU,
 ) -> jax.Array:  # [NB, B, sinks, H] float32
     """A query at position p attends to its window and to entries w < (p + 1) // ratio. Raises ValueError on shapes."""
     check_shapes("hca_attention", q, blocks, window_pages, sink)
     check_shapes("hca_attention", q, blocks, entry_pages, sink)
-    return reference.hca_attention(q, blocks, window_pages, entry_pages, sink, window=window, ratio=ratio, scale=scale)
+    common = {"window": window, "ratio": ratio, "scale": scale}
+    if target.has_tpu_kernels:
+        partial = entry_pages.count > 1
+        run = tpu.hca_attention(q, blocks, window_pages, entry_pages, sink, **common, target=target, partial=partial)
+    else:
+        run = reference.hca_attention(q, blocks, window_pages, entry_pages, **common)
+    return finish(run, q, sink, entry_pages)

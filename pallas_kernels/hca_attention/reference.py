@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import online_softmax
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.online_softmax import Running
-from pallas_kernels.swa_attention.reference import attend_window, finish, flat_queries, per_head
+from pallas_kernels.swa_attention.reference import attend_window, flat_queries, per_head
 
 STREAM_ENTRIES = 128  # entries read at a time: large enough for the matmul, small enough not to overshoot a short row
 
@@ -18,15 +18,14 @@ def hca_attention(
     blocks: QueryBlocks,
     window_pages: Pages,
     entry_pages: Pages,
-    sink: jax.Array,
     *,
     window: int,
     ratio: int,
     scale: float,
-) -> jax.Array:
+) -> Running:
     run = attend_window(q, blocks, window_pages, window=window, scale=scale)
     visible = visible_entries(q, blocks, ratio)
-    return finish(attend_entries(run, q, blocks, entry_pages, visible, None, scale), q, sink, entry_pages)
+    return attend_entries(run, q, blocks, entry_pages, visible, None, scale)
 
 
 def visible_entries(q: jax.Array, blocks: QueryBlocks, ratio: int) -> jax.Array:

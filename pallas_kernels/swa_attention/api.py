@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 
 from pallas_kernels.blocks import Pages, QueryBlocks
-from pallas_kernels.swa_attention import reference
+from pallas_kernels.online_softmax import Running
+from pallas_kernels.swa_attention import reference, tpu
+from pallas_kernels.target import CPU, Target
 
 
 def swa_attention(
@@ -16,10 +20,23 @@ def swa_attention(
     *,
     window: int,
     scale: float,
+    target: Target = CPU,
 ) -> jax.Array:  # [NB, B, sinks, H] float32
     """Each query attends to the last `window` positions of its row, itself included. Raises ValueError on shapes."""
     check_shapes("swa_attention", q, blocks, window_pages, sink)
-    return reference.swa_attention(q, blocks, window_pages, sink, window=window, scale=scale)
+    if target.has_tpu_kernels:
+        partial = window_pages.count > 1
+        run = tpu.swa_attention(
+            q, blocks, window_pages, sink, window=window, scale=scale, target=target, partial=partial
+        )
+    else:
+        run = reference.attend_window(q, blocks, window_pages, window=window, scale=scale)
+    return finish(run, q, sink, window_pages)
+
+
+def finish(run: Running | jax.Array, q: jax.Array, sink: jax.Array, pages: Pages) -> jax.Array:
+    """Merges the devices' parts and adds the sinks, where a kernel has not done it: [NB, B, sinks, H]."""
+    return reference.finish(run, q, sink, pages) if isinstance(run, Running) else run
 
 
 def check_shapes(name: str, q: jax.Array, blocks: QueryBlocks, pages: Pages, sink: jax.Array) -> None:
@@ -27,5 +44,5 @@ def check_shapes(name: str, q: jax.Array, blocks: QueryBlocks, pages: Pages, sin
         raise ValueError(f"{name}: q {q.shape} must be [NB, B, N, H] with NB={blocks.row.shape[0]}")
     if sink.ndim != 1 or q.shape[2] not in (sink.shape[0], sink.shape[0] * pages.count):
         raise ValueError(f"{name}: sink {sink.shape} must be [{q.shape[2]}], or a {pages.count}th of it")
-    if pages.pool.ndim != 3 or pages.pool.shape[2] != q.shape[3]:
+    if pages.pool.ndim < 3 or math.prod(pages.pool.shape[2:]) != q.shape[3]:
         raise ValueError(f"{name}: pool {pages.pool.shape} must be [pages, entries, {q.shape[3]}]")

@@ -10,12 +10,6 @@ from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.online_softmax import Running
 
 
-def swa_attention(
-    q: jax.Array, blocks: QueryBlocks, pages: Pages, sink: jax.Array, *, window: int, scale: float
-) -> jax.Array:
-    return finish(attend_window(q, blocks, pages, window=window, scale=scale), q, sink, pages)
-
-
 def attend_window(q: jax.Array, blocks: QueryBlocks, pages: Pages, *, window: int, scale: float) -> Running:
     """The window's part of the softmax of q [NB, B, N, H]; the keys a block needs are read once for all its queries."""
     block = q.shape[1]

@@ -10,7 +10,10 @@ from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.csa_attention import csa_attention
 from pallas_kernels.hca_attention import hca_attention
 from pallas_kernels.swa_attention import swa_attention
+from pallas_kernels.target import CPU, Target
 
+TPU = Target("tpu", "v6e", interpret=True)
+TARGETS = pytest.mark.parametrize("target", [CPU, TPU], ids=["jnp", "tpu"])
 HEADS, WIDTH, WINDOW, RATIO, EPP = 2, 16, 8, 4, 4
 CONTEXT = [600, 1, 9, 8, 17]  # tokens of each row, the last block of which asks
 
@@ -37,7 +40,7 @@ class _World:
         self.blocks = QueryBlocks(
             jnp.array([*range(len(CONTEXT)), 0]), jnp.array(self.position), jnp.array(self.length)
         )
-        self.q = rng.normal(size=(len(CONTEXT) + 1, block, HEADS, WIDTH)).astype(np.float32)
+        self.q = jnp.asarray(rng.normal(size=(len(CONTEXT) + 1, block, HEADS, WIDTH)), jnp.float32)
         self.sink = rng.normal(size=HEADS).astype(np.float32)
 
     def _pages(self, rng, rows, width, live) -> Pages:
@@ -62,28 +65,41 @@ class _World:
                 p = self.position[r] + j
                 keys = self.kv[r][max(0, p - WINDOW + 1) : p + 1]
                 keys = np.concatenate([keys, self.entries[r][entries_of(r, j, (p + 1) // RATIO)]])
-                np.testing.assert_allclose(got[r, j], _plain(self.q[r, j], keys, self.sink), atol=1e-5)
+                np.testing.assert_allclose(got[r, j], _plain(np.asarray(self.q[r, j]), keys, self.sink), atol=1e-5)
         assert np.isfinite(got[:-1]).all()
 
 
+@TARGETS
 @pytest.mark.parametrize("block", [1, 4, 12])
-def test_window_is_exactly_the_last_positions(block):
+def test_window_is_exactly_the_last_positions(block, target):
     world = _World(block)
-    got = swa_attention(world.q, world.blocks, world.window, world.sink, window=WINDOW, scale=WIDTH**-0.5)
+    got = swa_attention(
+        world.q, world.blocks, world.window, world.sink, window=WINDOW, scale=WIDTH**-0.5, target=target
+    )
     world.check(got, lambda r, j, visible: [])
 
 
+@TARGETS
 @pytest.mark.parametrize("block", [1, 4, 12])
-def test_hca_sees_every_visible_entry(block):
+def test_hca_sees_every_visible_entry(block, target):
     world = _World(block)
     got = hca_attention(
-        world.q, world.blocks, world.window, world.entry, world.sink, window=WINDOW, ratio=RATIO, scale=WIDTH**-0.5
+        world.q,
+        world.blocks,
+        world.window,
+        world.entry,
+        world.sink,
+        window=WINDOW,
+        ratio=RATIO,
+        scale=WIDTH**-0.5,
+        target=target,
     )
     world.check(got, lambda r, j, visible: list(range(visible)))
 
 
+@TARGETS
 @pytest.mark.parametrize("block", [1, 4])
-def test_csa_sees_its_chosen_entries(block):
+def test_csa_sees_its_chosen_entries(block, target):
     world = _World(block)
     limit = world.entry.max_entries
     chosen = {}
@@ -109,6 +125,7 @@ def test_csa_sees_its_chosen_entries(block):
         window=WINDOW,
         ratio=RATIO,
         scale=WIDTH**-0.5,
+        target=target,
     )
     world.check(got, lambda r, j, visible: chosen[r, j])
 

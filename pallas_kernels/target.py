@@ -1,0 +1,30 @@
+"""Which machine a kernel is for. It is passed in, never asked for: what compiles ahead of time runs elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}  # by JAX's device_kind
+
+
+@dataclass(frozen=True)
+class Target:
+    """`generation` is v5e, v5p, v6e or tpu7x of a TPU, empty elsewhere; `interpret` runs a TPU's kernels on a CPU."""
+
+    platform: str  # cpu, tpu or gpu
+    generation: str = ""
+    interpret: bool = False
+
+    @classmethod
+    def of(cls, device: Any) -> Target:
+        """Of a device, or of the description of one in a topology."""
+        platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+        return cls(platform, _GENERATIONS.get(device.device_kind, "") if platform == "tpu" else "")
+
+    @property
+    def has_tpu_kernels(self) -> bool:
+        return self.platform == "tpu" and bool(self.generation)
+
+
+CPU = Target("cpu")
