@@ -40,7 +40,7 @@ def attend(
     target: Target,
     partial: bool,
 ) -> jax.Array | Running:
-    """[NB, B, N, H] float32 with the sinks, or `partial`: what this device's keys make of the softmax, [NB, B, N, ...]."""
+    """[NB, B, N, H] float32 with the sinks; `partial`: what this device's keys make of the softmax, [NB, B, N, ...]."""
     num_blocks, block, heads, width = q.shape
     if chosen is not None and block > 32:
         raise ValueError(f"a block of {block} queries with chosen entries is more than the 32 bits of their mask")

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import xla
-
-MAX_SINGLE_ROWS = 8  # more rows than this share tiles; released models route a token to 6 experts
+from pallas_kernels.grouped_matmul import tpu, tuning, xla
+from pallas_kernels.target import CPU, Target
 
 
 class Tiles(NamedTuple):
@@ -28,7 +27,7 @@ class Tiles(NamedTuple):
         return self.source.shape[0] // self.group.shape[0]
 
 
-def group_tiles(groups: jax.Array, num_groups: int, num_devices: int = 1) -> Tiles:
+def group_tiles(groups: jax.Array, num_groups: int, num_devices: int = 1, target: Target = CPU) -> Tiles:
     """Plans the tiles for groups [T, k]: assignment a = t * k + j of row t belongs to group groups[t, j].
 
     One whose group is `num_groups` (padding, or another device's) gets no place; of `num_devices` devices with groups
@@ -36,7 +35,7 @@ def group_tiles(groups: jax.Array, num_groups: int, num_devices: int = 1) -> Til
     """
     rows, k = groups.shape
     num_assignments = rows * k
-    tile_rows = _tile_rows(num_assignments, num_groups * num_devices)
+    tile_rows = tuning.tile_rows(target, num_assignments, num_groups * num_devices)
     flat = groups.reshape(-1)
     member = flat[:, None] == jnp.arange(num_groups)  # [A, G]
     rank = jnp.sum(jnp.where(member, jnp.cumsum(member, axis=0) - 1, 0), axis=1)
@@ -52,7 +51,9 @@ def group_tiles(groups: jax.Array, num_groups: int, num_devices: int = 1) -> Til
     return Tiles(source, destination, jnp.minimum(group, num_groups - 1), end[-1].astype(jnp.int32))
 
 
-def grouped_matmul(x: jax.Array, weights: jax.Array, tiles: Tiles, scale: jax.Array | None = None) -> jax.Array:
+def grouped_matmul(
+    x: jax.Array, weights: jax.Array, tiles: Tiles, scale: jax.Array | None = None, target: Target = CPU
+) -> jax.Array:
     """x [P, K] in the order of `tiles`, weights [G, K, N] -> [P, N] float32; rows of unused tiles are zero.
 
     With a `scale`, `weights` are FP8 or FP4 codes (see `pallas_kernels.dequantize`), widened a group at a time.
@@ -63,15 +64,6 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, tiles: Tiles, scale: jax.Ar
     packed = 2 if weights.dtype == jnp.int8 else 1
     if weights.ndim != 3 or weights.shape[1] * packed != x.shape[1]:
         raise ValueError(f"grouped_matmul: weights {weights.shape} do not fit x {x.shape}")
+    if target.has_tpu_kernels:
+        return tpu.grouped_matmul(x, weights, tiles.group, tiles.num_tiles, scale, target=target)
     return xla.grouped_matmul(x, weights, tiles.group, tiles.num_tiles, scale)
-
-
-def _tile_rows(num_assignments: int, num_groups: int) -> int:
-    """Rows a tile: few at decode, where weights are what is read; more at prefill, for the matmul's efficiency.
-
-    Measured on two Zen 4 cores: 1 row a tile is best for one token's few assignments, 8 rows up to about 16
-    assignments a group, then 32.
-    """
-    if num_assignments <= MAX_SINGLE_ROWS:
-        return 1
-    return 8 if num_assignments <= 16 * num_groups else 32
