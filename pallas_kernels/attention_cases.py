@@ -36,7 +36,7 @@ def _case(kind: str, model: str, step: str, dtype: Any) -> Case:
     pool = (LAYERS * NUM_PAGES, epp, *entry)
     arrays: dict[str, Any] = {
         "q": array(jnp.bfloat16, num_blocks, block, heads, WIDTH),
-        "blocks": QueryBlocks(*(array(jnp.int32, num_blocks) for _ in range(3))),
+        "blocks": tuple(array(jnp.int32, num_blocks) for _ in QueryBlocks._fields),
         "window_pool": array(dtype, LAYERS * NUM_PAGES, 64, WIDTH),
         "window_table": array(jnp.int32, ROWS, 36),
         "sink": array(jnp.float32, heads),
@@ -50,7 +50,7 @@ def _case(kind: str, model: str, step: str, dtype: Any) -> Case:
     def call(
         target: Target,
         q: jax.Array,
-        blocks: QueryBlocks,
+        blocks: tuple[jax.Array, ...],
         window_pool: jax.Array,
         window_table: jax.Array,
         sink: jax.Array,
@@ -58,14 +58,15 @@ def _case(kind: str, model: str, step: str, dtype: Any) -> Case:
         entry_table: jax.Array | None = None,
         chosen: jax.Array | None = None,
     ) -> jax.Array:
+        of_rows = QueryBlocks(*blocks)
         window_pages = Pages(window_pool, window_table, 3, NUM_PAGES)
         common = {"window": WINDOW, "scale": WIDTH**-0.5, "target": target}
         if entry_pool is None or entry_table is None:
-            return swa_attention(q, blocks, window_pages, sink, **common)
+            return swa_attention(q, of_rows, window_pages, sink, **common)
         pages = Pages(entry_pool, entry_table, 2, NUM_PAGES)
         if chosen is None:
-            return hca_attention(q, blocks, window_pages, pages, sink, ratio=ratio, **common)
-        return csa_attention(q, blocks, window_pages, pages, chosen, sink, ratio=ratio, **common)
+            return hca_attention(q, of_rows, window_pages, pages, sink, ratio=ratio, **common)
+        return csa_attention(q, of_rows, window_pages, pages, chosen, sink, ratio=ratio, **common)
 
     name = f"{kind}_attention {model} {step} {jnp.dtype(dtype).name}"
     return Case(name=name, call=call, arrays=arrays, pool=pool)

@@ -19,7 +19,7 @@ class Target:
     @classmethod
     def of(cls, device: Any) -> Target:
         """Of a device, or of the description of one in a topology."""
-        platform = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+        platform = str({"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform))
         return cls(platform, _GENERATIONS.get(device.device_kind, "") if platform == "tpu" else "")
 
     @property

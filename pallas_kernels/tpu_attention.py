@@ -145,7 +145,7 @@ def _kernel(scalars, *refs, segments, masked, block, heads, window, ratio, scale
         def copy(j, slot):
             page = tables[which][0, 0, lax.rem(j, width)]
             dmas = [pltpu.make_async_copy(pools[which].at[page], buffers[which].at[slot], semaphores.at[0, slot])]
-            if mask_buffer is not None:
+            if mask_buffer is not None and mask_pool is not None:
                 dmas.append(pltpu.make_async_copy(mask_pool.at[i, j], mask_buffer.at[slot], semaphores.at[1, slot]))
             return dmas
 

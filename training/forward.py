@@ -21,11 +21,12 @@ from dsjax.config import LayerKind
 from dsjax.model.attention import Attention
 from dsjax.model.compressor import num_visible
 from dsjax.model.indexer import Indexer
-from dsjax.model.mhc import HyperConnection, HyperHead, sinkhorn
+from dsjax.model.mhc import HyperConnection, HyperHead
 from dsjax.model.moe import MoE, clamped_swiglu
 from dsjax.model.mtp import MTP
 from dsjax.model.rope import CosSin
 from dsjax.model.transformer import Transformer
+from pallas_kernels.mhc_mix import sinkhorn
 
 Streams = tuple[jax.Array, ...]  # S arrays [B * T, D]
 

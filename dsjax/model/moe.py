@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,6 +14,7 @@ from dsjax.model.exchange import exchange
 from dsjax.model.param import HIGHEST, Buffer, Linear, constant, normal, weight, widen
 from pallas_kernels import collectives
 from pallas_kernels.grouped_matmul import group_tiles, grouped_matmul
+from pallas_kernels.target import CPU, Target
 
 
 def clamped_swiglu(gate_up: jax.Array, limit: float) -> jax.Array:
@@ -85,12 +88,12 @@ class Experts(nnx.Module):
         """Experts on this device."""
         return self.w13.shape[-3]
 
-    def grouped(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+    def grouped(self, x: jax.Array, experts: jax.Array, weights: jax.Array, target: Target = CPU) -> jax.Array:
         """Only the chosen experts of this device, tokens sorted by expert; expert `num_local` is none and makes no
         work. -> [T, D] float32, a part of the sum where other devices have other experts or slices of them."""
         num_rows, k = experts.shape
         num_devices = self.config.n_routed_experts // self.num_local
-        tiles = group_tiles(experts, self.num_local, num_devices)
+        tiles = group_tiles(experts, self.num_local, num_devices, target)
         tiles = tiles._replace(group=tiles.group + self.round * self.num_local)
         rows = jnp.take(x, tiles.source // k, axis=0, mode="fill", fill_value=0)  # [P, D]
 
@@ -98,7 +101,8 @@ class Experts(nnx.Module):
             return stack[...].reshape(-1, *stack.shape[-2:])
 
         def multiply(x: jax.Array, weights: nnx.Variable, scale: nnx.Variable | None) -> jax.Array:
-            return grouped_matmul(x, of_rounds(weights), tiles, None if scale is None else of_rounds(scale))
+            scales = None if scale is None else of_rounds(scale)
+            return grouped_matmul(x, of_rounds(weights), tiles, scales, target)
 
         hidden = clamped_swiglu(multiply(rows, self.w13, self.w13_scale), self.config.swiglu_limit)
         out = multiply(hidden.astype(x.dtype), self.w2, self.w2_scale)  # [P, D] float32
@@ -128,7 +132,9 @@ class MoE(nnx.Module):
         self.experts = Experts(config, rngs, dtype)
         self.shared_experts = SharedExpert(config, rngs, dtype)
 
-    def __call__(self, x: jax.Array, token_ids: jax.Array, num_tokens: jax.Array | None, tap=None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, token_ids: jax.Array, num_tokens: jax.Array | None, tap=None, target: Target = CPU
+    ) -> jax.Array:
         """x [T, D] -> [T, D]. `num_tokens` None takes the differentiable form; else rows past it are padding."""
         experts, weights = self.gate(x, token_ids)
         if tap is not None:
@@ -139,5 +145,6 @@ class MoE(nnx.Module):
         else:
             num_experts = self.gate.config.n_routed_experts
             experts = jnp.where(jnp.arange(x.shape[0])[:, None] < num_tokens, experts, num_experts)
-            routed = exchange(x, experts, weights, num_experts, self.experts.num_local, self.experts.grouped)
+            compute = functools.partial(self.experts.grouped, target=target)
+            routed = exchange(x, experts, weights, num_experts, self.experts.num_local, compute)
         return collectives.psum((routed + self.shared_experts(x)).astype(x.dtype), SHARD)

@@ -28,6 +28,7 @@ from pallas_kernels.csa_attention import csa_attention
 from pallas_kernels.hca_attention import hca_attention
 from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.swa_attention import swa_attention
+from pallas_kernels.target import CPU, Target
 
 Carry = tuple[jax.Array, CacheState]  # streams and cache, from layer to layer
 
@@ -42,6 +43,7 @@ def forward(
     num_pages: dict[EntryKind, int],
     tap: Tap | None = None,
     active: jax.Array | None = None,
+    target: Target = CPU,
 ) -> tuple[jax.Array, CacheState]:
     """Runs the new tokens of every row through the layers. `num_pages` is the pages a layer of each kind has.
 
@@ -63,9 +65,9 @@ def forward(
         """Layer `layer` of all and `nth` of its kind."""
         streams, cache = carry
         inner = None if tap is None else lambda name, value, tap=tap: tap(f"L{layer}.{name}", value)
-        step = _LayerStep(batch, cache, num_pages, layer, nth, inner)
+        step = _LayerStep(batch, cache, num_pages, layer, nth, inner, target)
         attend = functools.partial(step.attend, block.attn, table=tables[block.kind])
-        after = block(streams, batch.token_ids, attend, batch.num_tokens, inner)
+        after = block(streams, batch.token_ids, attend, batch.num_tokens, inner, target)
         return after if active is None else jnp.where(active[layer], after, streams), step.cache
 
     def one_round(carry: Carry, i: jax.Array) -> tuple[Carry, None]:
@@ -98,16 +100,18 @@ def draft(
     batch: ForwardBatch,
     cache: CacheState,
     num_pages: dict[EntryKind, int],
+    target: Target = CPU,
 ) -> tuple[jax.Array, CacheState]:
     """Runs the MTP block on the same tokens: logits [T, V] of the token after the following one.
 
     The block is one more sliding layer: its window rows are the WINDOW pool's last layer.
     """
     table = model.tables(batch.positions)[LayerKind.SLIDING]
-    step = _LayerStep(batch, cache, num_pages, model.config.num_hidden_layers, 0, None)
+    step = _LayerStep(batch, cache, num_pages, model.config.num_hidden_layers, 0, None, target)
     block = model.mtp.block
     x = model.mtp.inputs(streams, model.embed(following))
-    x = block(x, following, functools.partial(step.attend, block.attn, table=table), batch.num_tokens)
+    attend = functools.partial(step.attend, block.attn, table=table)
+    x = block(x, following, attend, batch.num_tokens, None, target)
     return model.unembed(model.mtp.outputs(x)), step.cache
 
 
@@ -122,8 +126,9 @@ class _LayerStep:
         layer: int | jax.Array,  # among all layers
         nth: int | jax.Array,  # among the layers of its kind
         tap: Tap | None,
+        target: Target,
     ):
-        self.batch, self.cache, self.num_pages = batch, cache, num_pages
+        self.batch, self.cache, self.num_pages, self.target = batch, cache, num_pages, target
         self.layer, self.nth, self.tap = layer, nth, tap
 
     def attend(self, attn: Attention, x: jax.Array, table: CosSin) -> jax.Array:
@@ -135,7 +140,7 @@ class _LayerStep:
         if KV in attn.axes:  # the cache is split, so each part is asked by the heads of all its devices
             q = collectives.all_gather(q, KV, axis=1)
         queries = self._blocked(q)
-        common = {"window": config.sliding_window, "scale": config.head_dim**-0.5}
+        common = {"window": config.sliding_window, "scale": config.head_dim**-0.5, "target": self.target}
         if attn.kind is LayerKind.SLIDING:
             o = swa_attention(queries, batch.blocks, window, attn.sink[...], **common)
             return attn.output(self._packed(o, x.dtype), table)

@@ -20,6 +20,7 @@ from dsjax.model.param import Linear, normal
 from dsjax.model.repeat import Repeat
 from dsjax.model.rope import CosSin, cos_sin, frequencies
 from pallas_kernels import collectives
+from pallas_kernels.target import CPU, Target
 
 Tap = Callable[[str, jax.Array], None]  # called with (name, value) of inner tensors; for tests and research
 
@@ -43,21 +44,22 @@ class Block(nnx.Module):
         attend: Callable[[jax.Array], jax.Array],  # normed [T, D] -> [T, D]
         num_tokens: jax.Array | None = None,
         tap: Tap | None = None,
+        target: Target = CPU,
     ) -> jax.Array:
-        x, post, comb = self.hc_attn.read(streams)
+        x, post, comb = self.hc_attn.read(streams, target)
         x = self.attn_norm(x)
         out = attend(x)
         if tap is not None:
             tap("attn_in", x)
             tap("attn_out", out)
-        streams = self.hc_attn.write(streams, out, post, comb)
-        x, post, comb = self.hc_ffn.read(streams)
+        streams = self.hc_attn.write(streams, out, post, comb, target)
+        x, post, comb = self.hc_ffn.read(streams, target)
         x = self.ffn_norm(x)
-        out = self.ffn(x, token_ids, num_tokens, tap)
+        out = self.ffn(x, token_ids, num_tokens, tap, target)
         if tap is not None:
             tap("ffn_in", x)
             tap("ffn_out", out)
-        streams = self.hc_ffn.write(streams, out, post, comb)
+        streams = self.hc_ffn.write(streams, out, post, comb, target)
         if tap is not None:
             tap("streams_out", streams.transpose(1, 0, 2))
         return streams

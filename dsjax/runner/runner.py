@@ -30,6 +30,7 @@ from dsjax.runner.output import DeviceOutput, Sent, StepOutput, collect
 from dsjax.runner.sampling import SlotTables
 from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
 from pallas_kernels.cache_write import NOWHERE
+from pallas_kernels.target import Target
 
 log = logging.getLogger("dsjax")
 
@@ -71,6 +72,7 @@ class Runner:
         self.active, self.num_microbatches = active, num_microbatches
         self.all_logits, self.fail_on_recompile = all_logits, fail_on_recompile
         self.on_launch, self.on_read = on_launch, on_read
+        self.target = Target.of(mesh.devices.flat[0])
         # One bfloat16 row takes a scalar path in XLA's CPU matmul, 10 times slower than two rows.
         self.buckets = Buckets(scheduler, min_rows=2 if dtype == jnp.bfloat16 else 1)
         self.num_pages = {kind: kind_spec.num_pages for kind, kind_spec in spec.kinds.items()}
@@ -129,7 +131,7 @@ class Runner:
         pages = tuple(self.num_pages.items())
         if isinstance(key, Bucket):
             layout, m = self._layouts[key], self.num_microbatches
-            static = step.StepConfig(self.graph, layout, pages, self.active, self.all_logits)
+            static = step.StepConfig(self.graph, layout, pages, self.active, self.all_logits, self.target)
             function = functools.partial(step.step, static)
             sent = self._sent(jnp.int32, m, layout.num_ints), self._sent(jnp.float32, m, layout.num_floats)
             return self._lower(function, (self.params,), (self.cache, self.slots), sent, with_output=True)

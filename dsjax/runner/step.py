@@ -24,6 +24,7 @@ from dsjax.runner.output import DeviceOutput
 from dsjax.runner.sampling import SamplingBatch, SlotTables
 from pallas_kernels import collectives
 from pallas_kernels.cache_write import NOWHERE
+from pallas_kernels.target import Target
 
 KEEP = -1  # in uploaded counts: leave the device's count, which is ahead of the host's
 
@@ -36,6 +37,7 @@ class StepConfig(NamedTuple):
     num_pages: tuple[tuple[EntryKind, int], ...]  # of a layer
     active: tuple[tuple[bool, ...], ...]  # which layers of the stages' common pattern each stage has
     all_logits: bool
+    target: Target
 
 
 @jax.default_matmul_precision("highest")  # see model/param.py
@@ -71,7 +73,7 @@ def step(
                 drawn = sampler.token_is_last & sampler.samples[sampler.token_row]
                 following = jnp.where(drawn, tokens[sampler.token_row], sampler.next_token)
                 pages = dict(config.num_pages)
-                draft, cache = paged.draft(model, streams[m], following, forward, cache, pages)
+                draft, cache = paged.draft(model, streams[m], following, forward, cache, pages, config.target)
                 drafts.append(draft)
     logits, draft_logits = (_everywhere(some) if some else None for some in (every, drafts))
     return cache, slots, DeviceOutput(_everywhere(packed), logits, draft_logits)
@@ -88,7 +90,8 @@ def _pipeline(config: StepConfig, model: Transformer, batch, num_batches: int, c
         out = []
         for m in range(num_batches):
             forward = batch(m)
-            streams, cache = paged.forward(model, forward, model.embed.as_streams(forward.token_ids), cache, pages)
+            streams = model.embed.as_streams(forward.token_ids)
+            streams, cache = paged.forward(model, forward, streams, cache, pages, target=config.target)
             out.append(streams)
         return out, cache
 
@@ -101,7 +104,7 @@ def _pipeline(config: StepConfig, model: Transformer, batch, num_batches: int, c
         forward = batch(m)
         streams = jnp.where(stage == 0, model.embed.as_streams(forward.token_ids), received)
         forward = _silence(forward, ~working)
-        streams, cache = paged.forward(model, forward, streams, cache, pages, active=active)
+        streams, cache = paged.forward(model, forward, streams, cache, pages, active=active, target=config.target)
         done = done.at[jnp.where(working, m, num_batches)].set(streams, mode="drop")
         return collectives.shift(streams, STAGE), cache, done
 

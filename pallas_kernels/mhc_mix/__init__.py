@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections: reading a block's input from the residual streams, writing its output back."""
+"""Manifold-constrained hyper-connections: a block reads its input from the residual streams and writes its output."""
 
 from pallas_kernels.mhc_mix.api import MixConfig, mhc_read, mhc_write, sinkhorn
 
