@@ -26,7 +26,8 @@ class Case:
 
     def lower(self, target: Target, sharding: jax.sharding.Sharding) -> jax.stages.Lowered:
         """For compilation on the devices of `sharding`, which need not be there."""
-        return jax.jit(lambda arrays: self.call(target, **arrays)).lower(self.abstract(sharding))
+        with jax.default_matmul_precision("highest"):  # as the engine's step has it
+            return jax.jit(lambda arrays: self.call(target, **arrays)).lower(self.abstract(sharding))
 
 
 def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
+
 _GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}  # by JAX's device_kind
 
 
@@ -28,3 +31,8 @@ class Target:
 
 
 CPU = Target("cpu")
+
+
+def dot_precision(dtype: Any) -> lax.Precision:
+    """Of a kernel's matmul: exact for float32. The model's default, highest, is refused for bfloat16 operands."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT

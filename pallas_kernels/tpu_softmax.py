@@ -6,6 +6,7 @@ one lane costs a whole register) and the weighted sum [M, H], float32. Pages com
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.target import dot_precision
 
 LANES = 128
 _FLOOR = -1e30  # of the maximum: finite, so that a query without a key gets weights 0 and not NaN
@@ -38,14 +41,15 @@ class Softmax(NamedTuple):
 
     def add(self, q: jax.Array, keys: jax.Array, mask: jax.Array, scale: float) -> None:
         """Adds keys [K, H], which are the values too, under mask [M, K]; q [M, H]. Keys must be finite."""
-        logits = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
+        dot = functools.partial(lax.dot_general, precision=dot_precision(q.dtype), preferred_element_type=jnp.float32)
+        logits = dot(q, keys, (((1,), (1,)), ((), ()))) * scale
         logits = jnp.where(mask, logits, _MASKED)
         before = self.maximum[:, :1]
         maximum = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
         weights, decay = jnp.exp(logits - maximum), jnp.exp(before - maximum)
         self.maximum[...] = jnp.broadcast_to(maximum, self.maximum.shape)
         self.denominator[...] = self.denominator[...] * decay + jnp.sum(weights, axis=1, keepdims=True)
-        added = jnp.dot(weights.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+        added = dot(weights.astype(keys.dtype), keys, (((1,), (0,)), ((), ())))
         self.total[...] = self.total[...] * decay + added
 
     def finish(self, sink: jax.Array) -> jax.Array:

@@ -49,6 +49,7 @@ class KindSpec:
     num_pages: int  # of each layer
     table_width: int  # page-table columns of a request
     window: int | None = None  # WINDOW alone: the sliding window in tokens, the token itself included
+    gathered: bool = False  # read entry by entry, so that an entry must be whole tiles of memory
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -159,6 +160,7 @@ class CacheSpec:
                 num_pages=pages[kind],
                 table_width=width,
                 window=window if kind is EntryKind.WINDOW else None,
+                gathered=kind is EntryKind.CSA,
             )
             if kind is EntryKind.CSA:
                 kinds[EntryKind.INDEX_KEY] = KindSpec(

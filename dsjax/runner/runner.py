@@ -41,10 +41,11 @@ Program = Bucket | int | str  # a step's bucket, a number of pages to copy, or S
 class Runner:
     """The device side of the engine, on a mesh of any size.
 
-    `params` lie on the mesh (`sharding.Placement`); `config` is the model of one pipeline stage, `active` says which of
-    its layers each stage has. `all_logits` makes every step return the logits of all its tokens (for verification, not
-    for serving). `on_launch` is called with every program and its host arrays just before it is run here, `on_read`
-    with a step's results before they are waited for. An `abstract` runner has shapes instead of arrays: it lowers
+    `params` lie on the mesh (`sharding.Placement`); `config` is the model of one pipeline stage, `active` says
+    which of its layers each stage has. `all_logits` makes every step return the logits of all its tokens (for
+    verification, not for serving). `target` says whose kernels the programs use, by default those of the mesh's
+    devices. `on_launch` is called with every program and its host arrays just before it is run here, `on_read` with
+    a step's results before they are waited for. An `abstract` runner has shapes instead of arrays: it lowers
     programs and runs none.
     """
 
@@ -65,6 +66,7 @@ class Runner:
         fail_on_recompile: bool = False,
         fill: float = 0.0,
         abstract: bool = False,
+        target: Target | None = None,
         on_launch: Callable[[Program, Sequence[np.ndarray]], None] | None = None,
         on_read: Callable[[DeviceOutput], None] | None = None,
     ):
@@ -72,16 +74,19 @@ class Runner:
         self.active, self.num_microbatches = active, num_microbatches
         self.all_logits, self.fail_on_recompile = all_logits, fail_on_recompile
         self.on_launch, self.on_read = on_launch, on_read
-        self.target = Target.of(mesh.devices.flat[0])
+        self.target = target or Target.of(mesh.devices.flat[0])
         # One bfloat16 row takes a scalar path in XLA's CPU matmul, 10 times slower than two rows.
         self.buckets = Buckets(scheduler, min_rows=2 if dtype == jnp.bfloat16 else 1)
         self.num_pages = {kind: kind_spec.num_pages for kind, kind_spec in spec.kinds.items()}
         cache_dtype = cache_dtype or dtype
         tables = self.num_shards * spec.num_slots, config.vocab_size, sharding.by_shard(mesh)
         if abstract:
-            self.cache, self.slots = CacheState.abstract(spec, config, cache_dtype, mesh), SlotTables.abstract(*tables)
+            self.cache, self.slots = (
+                CacheState.abstract(spec, config, cache_dtype, mesh, self.target),
+                SlotTables.abstract(*tables),
+            )
         else:
-            self.cache = CacheState.create(spec, config, cache_dtype, fill, mesh)
+            self.cache = CacheState.create(spec, config, cache_dtype, fill, mesh, self.target)
             self.slots = SlotTables.create(*tables)
         self._layouts = {bucket: Layout(bucket, spec) for bucket in self.buckets}
         self._programs: dict[Program, jax.stages.Compiled] = {}

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dequantize import FP4_BLOCK, FP8_BLOCK
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, dot_precision
 
 _COLUMNS = 256  # of a slice; a multiple of the FP8 tile
 
@@ -89,14 +89,18 @@ def _tile(multiply, group, num_tiles, *refs):
 
 
 def _dense(x, weights, *, dtype):
-    return jnp.dot(x[...], weights[0].astype(dtype), preferred_element_type=jnp.float32)
+    return _dot(x[...], weights[0].astype(dtype))
+
+
+def _dot(x, weights):
+    return jnp.dot(x, weights, precision=dot_precision(x.dtype), preferred_element_type=jnp.float32)
 
 
 def _fp8(x, codes, scale, *, dtype):
     k, columns = codes.shape[1:]
     values = codes[0].astype(jnp.float32)
     parts = jnp.broadcast_to(scale[0][:, None], (scale.shape[1], FP8_BLOCK, columns)).reshape(-1, columns)[:k]
-    return jnp.dot(x[...], (values * parts).astype(dtype), preferred_element_type=jnp.float32)
+    return _dot(x[...], (values * parts).astype(dtype))
 
 
 def _fp4(even, odd, codes, scale, *, dtype):
@@ -108,7 +112,7 @@ def _fp4(even, odd, codes, scale, *, dtype):
     parts = jnp.broadcast_to(parts[:, None], (parts.shape[0], FP4_BLOCK // 2, columns)).reshape(-1, columns)[:half]
 
     def product(x, nibble):
-        return jnp.dot(x[...], (_e2m1(nibble) * parts).astype(dtype), preferred_element_type=jnp.float32)
+        return _dot(x[...], (_e2m1(nibble) * parts).astype(dtype))
 
     return product(even, pairs & 15) + product(odd, (pairs >> 4) & 15)
 
