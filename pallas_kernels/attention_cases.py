@@ -69,4 +69,4 @@ def _case(kind: str, model: str, step: str, dtype: Any) -> Case:
         return csa_attention(q, of_rows, window_pages, pages, chosen, sink, ratio=ratio, **common)
 
     name = f"{kind}_attention {model} {step} {jnp.dtype(dtype).name}"
-    return Case(name=name, call=call, arrays=arrays, pool=pool)
+    return Case(name=name, call=call, arrays=arrays)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from pallas_kernels.target import Target
 
@@ -19,15 +20,16 @@ class Case:
     name: str
     call: Callable[..., Any]
     arrays: dict[str, Any]  # trees of jax.ShapeDtypeStruct
-    pool: tuple[int, ...] = ()  # shape of the largest cache array it reads, which must never be copied
 
-    def abstract(self, sharding: jax.sharding.Sharding) -> dict[str, Any]:
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), self.arrays)
-
-    def lower(self, target: Target, sharding: jax.sharding.Sharding) -> jax.stages.Lowered:
-        """For compilation on the devices of `sharding`, which need not be there."""
-        with jax.default_matmul_precision("highest"):  # as the engine's step has it
-            return jax.jit(lambda arrays: self.call(target, **arrays)).lower(self.abstract(sharding))
+    def lower(self, device: Any) -> jax.stages.Lowered:
+        """For compilation on a device that need not be there."""
+        target, sharding = Target.of(device), SingleDeviceSharding(device)
+        arrays = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), self.arrays)
+        kind = AbstractDevice(device.device_kind, getattr(device, "num_cores", 1), platform=device.platform)
+        mesh = AbstractMesh((1,), ("_",), abstract_device=kind)
+        # Pallas asks the mesh what it lowers for; the precision is the one that the engine's step has.
+        with jax.sharding.use_abstract_mesh(mesh), jax.default_matmul_precision("highest"):
+            return jax.jit(lambda arrays: self.call(target, **arrays)).lower(arrays)
 
 
 def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

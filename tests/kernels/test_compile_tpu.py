@@ -1,0 +1,94 @@
+"""Every TPU kernel is accepted by the compiler of every generation, at the shapes of Flash and Pro.
+
+Nothing runs. Needs libtpu (the extra `tpu`); without it these are left out, and fail where CI=true.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from pallas_kernels import attention_cases
+from pallas_kernels.case import Case, array
+from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
+from pallas_kernels.mhc_mix import cases as mhc_cases
+from pallas_kernels.target import Target
+
+pytestmark = pytest.mark.slow
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+ATTENTION = [case for kind in ("swa", "hca", "csa") for case in attention_cases.cases(kind)]
+OTHERS = [*mhc_cases.cases(), *(case for form in ("bf16", "fp8", "fp4") for case in grouped_matmul_cases.cases(form))]
+
+
+@pytest.fixture(params=TOPOLOGIES)
+def device(request):
+    if importlib.util.find_spec("libtpu") is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("libtpu is not installed")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(TOPOLOGIES[request.param], platform="tpu").devices[0]
+
+
+def compile_case(case: Case, device):
+    assert Target.of(device).has_tpu_kernels
+    lowered = case.lower(device)
+    assert "tpu_custom_call" in lowered.as_text()  # a kernel, not its jnp form
+    return lowered.compile()
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
+def test_cache_readers_compile_and_copy_no_pool(case, device):
+    compiled = compile_case(case, device)
+    text = compiled.as_text()
+    for pool in (case.arrays["window_pool"], case.arrays.get("entry_pool")):
+        if pool is not None:
+            dims = ",".join(map(str, pool.shape))
+            assert f"[{dims}]" in text and f"[{dims}]" not in "".join(
+                line.split("copy(")[0] for line in text.splitlines() if " copy(" in line
+            )
+            assert compiled.memory_analysis().temp_size_in_bytes < math.prod(pool.shape) * pool.dtype.itemsize // 10
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
+def test_the_other_kernels_compile(case, device):
+    compile_case(case, device)
+
+
+def test_the_compiler_is_really_asked(device):
+    """What it must refuse: a copy of one row out of an array whose rows share tiles, and more than its fast memory."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    def one_row(pool, row, out, buffer, semaphore):
+        dma = pltpu.make_async_copy(pool.at[pl.ds(row[0], 1)], buffer, semaphore)
+        dma.start()
+        dma.wait()
+        out[...] = buffer[...]
+
+    def call(target, pool, row):
+        return pl.pallas_call(
+            one_row,
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.SMEM)],
+            scratch_shapes=[pltpu.VMEM((1, 512), jnp.bfloat16), pltpu.SemaphoreType.DMA],
+            out_shape=jax.ShapeDtypeStruct((1, 512), jnp.bfloat16),
+        )(pool, row)
+
+    case = Case(name="row", call=call, arrays={"pool": array(jnp.bfloat16, 4096, 512), "row": array(jnp.int32, 1)})
+    with pytest.raises(Exception, match="aligned"):
+        compile_case(case, device)
+
+    def double(x, out):
+        out[...] = x[...] * 2
+
+    def whole(target, x):
+        return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    with pytest.raises(Exception, match=r"(?i)vmem|memory"):
+        compile_case(Case(name="big", call=whole, arrays={"x": array(jnp.float32, 1 << 14, 1 << 12)}), device)
