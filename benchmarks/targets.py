@@ -48,6 +48,13 @@ def _main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("max_model_len", 32768, "tokens a request may have", flag_values=values)
     flags.DEFINE_integer("cache_memory_bytes", 16 << 30, "of a data shard's cache, at most", flag_values=values)
     flags.DEFINE_multi_string("step", ["decode", "prefill"], "decode, prefill; repeatable", flag_values=values)
+    flags.DEFINE_enum(
+        "kernels",
+        "auto",
+        ["auto", "jnp"],
+        "the target's own Pallas kernels, or plain JAX in their place",
+        flag_values=values,
+    )
     flags.DEFINE_string("output", "", "file to write the results to, as JSON", flag_values=values)
     server_flags.define_parallel_flags(values)
     server_flags.parse(values, argv, USAGE)
@@ -72,7 +79,7 @@ def _main(argv: Sequence[str]) -> int:
     return 0
 
 
-_SETTINGS = "model num_layers max_num_seqs max_num_batched_tokens max_model_len cache_memory_bytes".split()
+_SETTINGS = "model kernels num_layers max_num_seqs max_num_batched_tokens max_model_len cache_memory_bytes".split()
 
 
 def _in_processes(names: list[str], values: flags.FlagValues) -> list[dict[str, Any]]:
@@ -101,6 +108,7 @@ def parallel_of(values: flags.FlagValues, num_devices: int) -> ParallelConfig:
 def _compile(name: str, values: flags.FlagValues) -> list[dict[str, Any]]:
     from dsjax import aot
     from dsjax.load import make_runner
+    from pallas_kernels.target import CPU
 
     target, model = aot.TARGETS[name], MODELS[values.model]()
     if values.num_layers:
@@ -120,6 +128,7 @@ def _compile(name: str, values: flags.FlagValues) -> list[dict[str, Any]]:
         parallel=parallel,
         weight_format="stored",
         scanned=True,
+        target=CPU if values.kernels == "jnp" else None,
     )
     # The largest steps: every row decodes; a prompt's chunk fills the step, beside few others.
     most = max(bucket.num_tokens for bucket in runner.buckets.mixed)

@@ -1,4 +1,4 @@
-"""Shapes of the attention operations: Flash (64 heads) and Pro (128), whole and as one of eight devices has them."""
+"""Shapes of the attention operations: Flash (64 heads, and 8 of them as one of eight devices has) and Pro (128)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pallas_kernels.target import Target
 WIDTH, WINDOW = 512, 128
 NUM_PAGES, LAYERS = 1000, 20  # of a pool
 ROWS, CONTEXT = 64, 32768
-HEADS = {"flash": 64, "flash/8": 8, "pro": 128, "pro/8": 16}
+HEADS = {"flash": 64, "flash/8": 8, "pro": 128}
 # (blocks, queries of a block): a decode step of 64 rows, and a step of 2,048 tokens in chunks of up to 64 rows
 STEPS = {"decode": (ROWS, 1), "prefill": (192, 16)}
-TOP_K = {"flash": 512, "flash/8": 512, "pro": 1024, "pro/8": 1024}
+TOP_K = {"flash": 512, "flash/8": 512, "pro": 1024}
 
 
 def cases(kind: str, dtype: Any = jnp.bfloat16) -> list[Case]:
