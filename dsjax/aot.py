@@ -35,35 +35,54 @@ class Target:
     topology: str
     num_devices: int
     memory_bytes: int  # of a device
+    config: str = ""  # of a GPU: the limits its compiler asks for
 
+
+def _gpu(
+    name: str, num_devices: int, *, major: int, cores: int, bandwidth: int, l2: int, ghz: float, memory: int
+) -> Target:
+    """A GPU's limits as its driver gives them; those of shared memory and registers are the H100's for all."""
+    config = f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth} l2_cache_size: {l2}
+  clock_rate_ghz: {ghz} device_memory_size: {memory} shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: {major} feature_extension: ACCELERATED_FEATURES }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{name}"
+"""
+    topology = f"1x1x{num_devices}"
+    return Target(platform="cuda", topology=topology, num_devices=num_devices, memory_bytes=memory, config=config)
+
+
+def _h100(num_devices: int) -> Target:
+    limits = {"major": 9, "cores": 132, "bandwidth": 3352320000000, "l2": 52428800, "ghz": 1.98, "memory": 84942979072}
+    return _gpu("NVIDIA H100 80GB HBM3", num_devices, **limits)
+
+
+def _b200(num_devices: int) -> Target:
+    limits = {"major": 10, "cores": 148, "bandwidth": 7672000000000, "l2": 132644864, "ghz": 1.965}
+    return _gpu("NVIDIA B200", num_devices, **limits, memory=191510806528)
+
+
+GPUS = {"h100": _h100, "b200": _b200}  # called with the number of devices
 
 TARGETS = {
     # Memory of a chip: cloud.google.com/tpu/docs/v6e (32 GB), /v5p (95 GB), /tpu7x (192 GB, of two devices).
     "v6e:4x4": Target(platform="tpu", topology="v6e:4x4", num_devices=16, memory_bytes=32 * _GIB),
     "v5p:2x2x2": Target(platform="tpu", topology="v5p:2x2x2", num_devices=8, memory_bytes=95 * _GIB),
     "tpu7x:2x2x1": Target(platform="tpu", topology="tpu7x:2x2x1", num_devices=8, memory_bytes=96 * _GIB),
-    # device_memory_size of an H100 SXM as its driver gives it
-    "h100:8": Target(platform="cuda", topology="1x1x8", num_devices=8, memory_bytes=84942979072),
+    "h100:8": _h100(8),
 }
-
-_H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 
 
 def devices(target: Target) -> list[Any]:
     """Descriptions of the target's devices. Raises ConfigError where its compiler is not installed."""
-    options = {} if target.platform == "tpu" else {"target_config": _H100, "topology": target.topology}
+    options = {} if target.platform == "tpu" else {"target_config": target.config, "topology": target.topology}
     name = target.topology if target.platform == "tpu" else ""
     try:
         found = topologies.get_topology_desc(name, platform=target.platform, **options).devices

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 _GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}  # by JAX's device_kind
+_ARCHITECTURES = {"9.0": "sm_90a", "10.0": "sm_100a"}  # by compute capability: H100, H200; B200
 
 
 @dataclass(frozen=True)
 class Target:
-    """`generation` is v5e, v5p, v6e or tpu7x of a TPU, empty elsewhere; `interpret` runs a TPU's kernels on a CPU."""
+    """`generation` is v5e, v5p, v6e or tpu7x of a TPU, sm_90a or sm_100a of a GPU, empty for all other devices;
+    `interpret` runs a device's kernels on a CPU."""
 
     platform: str  # cpu, tpu or gpu
     generation: str = ""
@@ -23,11 +26,18 @@ class Target:
     def of(cls, device: Any) -> Target:
         """Of a device, or of the description of one in a topology."""
         platform = str({"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform))
+        if platform == "gpu":
+            return cls(platform, _ARCHITECTURES.get(getattr(device, "compute_capability", ""), ""))
         return cls(platform, _GENERATIONS.get(device.device_kind, "") if platform == "tpu" else "")
 
     @property
     def has_tpu_kernels(self) -> bool:
         return self.platform == "tpu" and bool(self.generation)
+
+    @property
+    def has_gpu_kernels(self) -> bool:
+        """They are written in the Mosaic GPU of JAX 0.12."""
+        return self.platform == "gpu" and bool(self.generation) and jax.__version_info__ >= (0, 12)
 
 
 CPU = Target("cpu")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels import gpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
-from pallas_kernels.csa_attention import reference, tpu
+from pallas_kernels.csa_attention import gpu, reference, tpu
 from pallas_kernels.swa_attention.api import check_shapes, finish
 from pallas_kernels.target import CPU, Target
 
@@ -23,7 +24,10 @@ def csa_attention(
     scale: float,
     target: Target = CPU,
 ) -> jax.Array:  # [NB, B, sinks, H] float32
-    """A query attends to its window and to its chosen entries. Raises ValueError for shapes that do not fit."""
+    """A query attends to its window and to its chosen entries. Raises ValueError for shapes that do not fit.
+
+    On a GPU with kernels it is one for what `gpu_attention.supports`, decode steps above all; else the jnp path.
+    """
     check_shapes("csa_attention", q, blocks, window_pages, sink)
     check_shapes("csa_attention", q, blocks, entry_pages, sink)
     if chosen.ndim != (2 if q.shape[1] == 1 else 3):
@@ -33,6 +37,9 @@ def csa_attention(
     if target.has_tpu_kernels:
         partial = entry_pages.count > 1
         run = tpu.csa_attention(q, blocks, *pages, chosen, sink, **common, target=target, partial=partial)
+    elif gpu_attention.supports(q, [window_pages, entry_pages], target):
+        decode = {"window": window, "scale": scale, "target": target, "partial": entry_pages.count > 1}
+        run = gpu.csa_attention(q, blocks, *pages, chosen, sink, **decode)
     else:
         run = reference.csa_attention(q, blocks, *pages, chosen, **common)
     return finish(run, q, sink, entry_pages)

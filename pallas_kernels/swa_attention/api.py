@@ -6,9 +6,10 @@ import math
 
 import jax
 
+from pallas_kernels import gpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.online_softmax import Running
-from pallas_kernels.swa_attention import reference, tpu
+from pallas_kernels.swa_attention import gpu, reference, tpu
 from pallas_kernels.target import CPU, Target
 
 
@@ -22,11 +23,19 @@ def swa_attention(
     scale: float,
     target: Target = CPU,
 ) -> jax.Array:  # [NB, B, sinks, H] float32
-    """Each query attends to the last `window` positions of its row, itself included. Raises ValueError on shapes."""
+    """Each query attends to the last `window` positions of its row, itself included. Raises ValueError on shapes.
+
+    On a GPU with kernels it is one for what `gpu_attention.supports`, decode steps above all; else the jnp path.
+    """
     check_shapes("swa_attention", q, blocks, window_pages, sink)
     if target.has_tpu_kernels:
         partial = window_pages.count > 1
         run = tpu.swa_attention(
+            q, blocks, window_pages, sink, window=window, scale=scale, target=target, partial=partial
+        )
+    elif gpu_attention.supports(q, [window_pages], target):
+        partial = window_pages.count > 1
+        run = gpu.swa_attention(
             q, blocks, window_pages, sink, window=window, scale=scale, target=target, partial=partial
         )
     else:

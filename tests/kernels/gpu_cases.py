@@ -1,0 +1,49 @@
+"""What the GPU kernels are compiled for: decode at real shapes, and one program that Blackwell must refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from pallas_kernels import attention_cases
+from pallas_kernels.case import Case, array
+from pallas_kernels.target import Target
+
+plgpu: Any = mosaic_gpu  # only JAX 0.12 has all of it
+
+WGMMA = "wgmma, of Hopper alone"
+
+
+def cases() -> list[Case]:
+    attention = [case for kind in ("swa", "hca", "csa") for case in attention_cases.cases(kind)]
+    return [*(case for case in attention if " decode " in case.name), _wgmma()]
+
+
+def _wgmma() -> Case:
+    tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    def kernel(a, b, out, a_here, b_here, arrived):
+        plgpu.copy_gmem_to_smem(a, a_here, arrived)
+        plgpu.copy_gmem_to_smem(b, b_here, arrived)
+        plgpu.barrier_wait(arrived)
+
+        def product(total):
+            plgpu.wgmma(total, a_here, b_here)
+            return total[...]
+
+        out[...] = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((64, 64), jnp.float32))
+
+    def call(target: Target, a: jax.Array, b: jax.Array) -> jax.Array:
+        tile = plgpu.SMEM((64, 64), jnp.bfloat16, transforms=tiles)
+        return plgpu.kernel(
+            kernel,
+            out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
+            scratch_types=[tile, tile, plgpu.Barrier(num_arrivals=2)],
+        )(a, b)
+
+    tile = array(jnp.bfloat16, 64, 64)
+    return Case(name=WGMMA, call=call, arrays={"a": tile, "b": tile})
