@@ -12,10 +12,9 @@ from jax.experimental.pallas import mosaic_gpu
 from pallas_kernels import attention_cases
 from pallas_kernels.case import Case, array
 from pallas_kernels.target import Target
+from tests.kernels.gpu_compile import WGMMA
 
 plgpu: Any = mosaic_gpu  # only JAX 0.12 has all of it
-
-WGMMA = "wgmma, of Hopper alone"
 
 
 def cases() -> list[Case]:

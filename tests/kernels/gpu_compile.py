@@ -7,6 +7,7 @@ for each kernel, its architecture, registers and spills.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+WGMMA = "wgmma, of Hopper alone"  # a case that a Blackwell GPU must refuse
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,6 +30,18 @@ class Compiled:
     architecture: str
     registers: int
     spill_bytes: int
+
+
+def has_compiler() -> bool:
+    packages = ("jax_cuda13_plugin", "jax_plugins.xla_cuda13", "nvidia.cu13")
+    return all(_installed(package) for package in packages)
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # its parent
+        return False
 
 
 def compile_all(gpu: str, only: str = "") -> list[Compiled]:
