@@ -25,7 +25,10 @@ class Case:
         """For compilation on a device that need not be there."""
         target, sharding = Target.of(device), SingleDeviceSharding(device)
         arrays = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), self.arrays)
-        kind = AbstractDevice(device.device_kind, getattr(device, "num_cores", 1), platform=device.platform)
+        if target.platform == "gpu":  # "gpu" is no compiler's name
+            kind = AbstractDevice(device.device_kind, None, platform="cuda")
+        else:
+            kind = AbstractDevice(device.device_kind, getattr(device, "num_cores", 1), platform=device.platform)
         mesh = AbstractMesh((1,), ("_",), abstract_device=kind)
         # Pallas asks the mesh what it lowers for; the precision is the one that the engine's step has.
         with jax.sharding.use_abstract_mesh(mesh), jax.default_matmul_precision("highest"):

@@ -170,14 +170,14 @@ def test_compiles_without_spills(name, architecture):
         pytest.skip("needs the packages jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc, nvidia-nvvm")
     results = {case.name: case for case in gpu_compile.compile_all(name)}
     wgmma = results.pop(gpu_compile.WGMMA)
-    assert len(results) == 12
+    assert len(results) == 9
     pool_bytes = 2 * 20 * 1000 * 16 * 512  # of the smallest pool, which is never copied
     for case in results.values():
         assert case.error == "" and case.spill_bytes == 0, case
         assert case.temp_bytes < pool_bytes // 50, case
     # A kernel that is the same for two cases is compiled once.
     compiled = [case for case in results.values() if case.architecture]
-    assert len(compiled) >= 9
+    assert len(compiled) >= 7
     assert {case.architecture for case in compiled} == {architecture}
     assert all(100 < case.registers <= 255 for case in compiled)
     # Blackwell has no wgmma: what accepts it for a B200 compiled for something else, or not at all.
