@@ -108,7 +108,6 @@ def parallel_of(values: flags.FlagValues, num_devices: int) -> ParallelConfig:
 def _compile(name: str, values: flags.FlagValues) -> list[dict[str, Any]]:
     from dsjax import aot
     from dsjax.load import make_runner
-    from pallas_kernels.target import CPU
 
     target, model = aot.TARGETS[name], MODELS[values.model]()
     if values.num_layers:
@@ -128,7 +127,7 @@ def _compile(name: str, values: flags.FlagValues) -> list[dict[str, Any]]:
         parallel=parallel,
         weight_format="stored",
         scanned=True,
-        target=CPU if values.kernels == "jnp" else None,
+        kernels=values.kernels,
     )
     # The largest steps: every row decodes; a prompt's chunk fills the step, beside few others.
     most = max(bucket.num_tokens for bucket in runner.buckets.mixed)

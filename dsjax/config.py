@@ -444,6 +444,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     weight_format: str = "auto"  # auto (widened on the CPU, else stored), stored (FP8, FP4 and scales), widened (dtype)
+    kernels: str = "auto"  # auto (the device's own Pallas kernels, where it has them), jnp (plain JAX in their place)
     dtype: str = "auto"  # of weights and activations: auto (float32 on CPU, else bfloat16), float32, bfloat16
     tokenizer: str = ""  # folder or file; "" is the model's folder
     seed: int = 0  # draws the seeds of requests that give none
@@ -453,6 +454,7 @@ class EngineConfig:
     def __post_init__(self):
         _one_of(self, "dtype", ("auto", "float32", "bfloat16"))
         _one_of(self, "weight_format", ("auto", "stored", "widened"))
+        _one_of(self, "kernels", ("auto", "jnp"))
         if not self.model:
             raise ConfigError("model='' must be a checkpoint folder or 'dsjax-nano'")
 

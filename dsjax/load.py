@@ -26,6 +26,7 @@ from dsjax.model.stages import Stages
 from dsjax.runner.runner import Runner
 from dsjax.sharding import Placement, Rules, make_mesh
 from dsjax.tokenizer import Tokenizer
+from pallas_kernels.target import CPU
 
 log = logging.getLogger("dsjax")
 
@@ -78,6 +79,7 @@ def make_runner(
     devices: Sequence[Any] | None = None,
     dtype: str = "auto",
     weight_format: str = "auto",
+    kernels: str = "auto",
     scanned: bool | None = None,
     with_mtp: bool = False,
     **options: Any,
@@ -133,6 +135,7 @@ def make_runner(
         dtype=compute,
         cache_dtype=stored,
         abstract=read is None,
+        target=CPU if kernels == "jnp" else None,
         **options,
     )
     return runner, max_model_len
@@ -201,6 +204,7 @@ def _load_part(
         parallel=config.parallel,
         dtype=config.dtype,
         weight_format=config.weight_format,
+        kernels=config.kernels,
         progress=progress,
         fail_on_recompile=config.fail_on_recompile,
         **options,

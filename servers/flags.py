@@ -51,6 +51,7 @@ _HELP = {
     "process_id": "which of them this is; 0 schedules and serves",
     "peer_timeout_s": "a process not heard of for so long is dead, and with it the engine",
     "key_file": "file with a secret that the processes share; empty lets whoever reaches the port join",
+    "kernels": "auto (the device's own Pallas kernels, where it has them), jnp (plain JAX in their place)",
     "weight_format": "auto (widened on the CPU, else stored), stored (FP8, FP4 and scales), widened (to dtype)",
     "max_num_waiting": "requests that may wait; more are refused with RESOURCE_EXHAUSTED",
 }

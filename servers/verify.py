@@ -34,6 +34,9 @@ def _main(argv: Sequence[str]) -> int:
     flags.DEFINE_string(
         "weight_format", "auto", "auto (widened on the CPU, else stored), stored, widened", flag_values=values
     )
+    flags.DEFINE_enum(
+        "kernels", "auto", ["auto", "jnp"], "the device's own Pallas kernels, or plain JAX", flag_values=values
+    )
     server_flags.define_parallel_flags(values)
     flags.DEFINE_float("atol", 2e-4, "largest allowed difference of a logit", flag_values=values)
     flags.DEFINE_string(
@@ -67,6 +70,7 @@ def _main(argv: Sequence[str]) -> int:
         kv_cache_dtype=values.kv_cache_dtype,
         dtype=values.dtype,
         weight_format=values.weight_format,
+        kernels=values.kernels,
         parallel=parallel,
     ):
         passed = result.passes(values.atol)
