@@ -166,10 +166,31 @@ EVERYDAY = [
 ]
 
 
+def of_ci() -> list[tuple[str, Way]]:
+    """Of the chosen runs those that CI has time for: a run of each set, two sets on each flat mesh, and both numbers
+    of stages. All of them are `pytest -m matrix`."""
+    left = [run for run in chosen() if run not in EVERYDAY]
+    wanted = [(name, (FLAT[i % len(FLAT)],)) for i, name in enumerate(NAMES)]
+    wanted += [("g2_csa", [m for m in STAGED if m.stage == 2]), ("g4_mixed", [m for m in STAGED if m.stage == 4])]
+    runs = []
+    for name, meshes in wanted:
+        runs += [run for run in left if run[0] == name and run[1].mesh in meshes][:1]
+    return runs
+
+
 def _params():
-    everyday = [pytest.param(*run, id=f"{run[0]}-{run[1]}") for run in EVERYDAY]
-    rest = [run for run in chosen() if run not in EVERYDAY]
-    return everyday + [pytest.param(*run, id=f"{run[0]}-{run[1]}", marks=pytest.mark.slow) for run in rest]
+    in_ci, params = of_ci(), [pytest.param(*run, id=f"{run[0]}-{run[1]}") for run in EVERYDAY]
+    for run in chosen():
+        if run not in EVERYDAY:
+            mark = pytest.mark.slow if run in in_ci else pytest.mark.matrix
+            params.append(pytest.param(*run, id=f"{run[0]}-{run[1]}", marks=mark))
+    return params
+
+
+def test_what_ci_runs():
+    runs = of_ci()
+    assert {name for name, _ in runs} == set(NAMES) and {way.mesh for _, way in runs} >= set(FLAT)
+    assert 8 <= len(runs) <= 10
 
 
 @pytest.fixture
