@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("dsjax", "jax", "jaxlib", "flax", "numpy", "grpcio", "protobuf", "tokenizers")
+PACKAGES = "dsjax jax jaxlib libtpu jax-cuda13-plugin flax numpy grpcio protobuf tokenizers".split()
 
 
 def describe() -> dict[str, Any]:

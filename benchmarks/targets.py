@@ -153,8 +153,8 @@ def _compile(name: str, values: flags.FlagValues) -> list[dict[str, Any]]:
 def table(steps: list[dict[str, Any]]) -> str:
     """One line a step, in Markdown; sizes in GiB of one device."""
     lines = [
-        "| target | mesh | step | weights | cache | temp | temp / arguments | collectives a step (MiB sent) | compile |"
-        " fits |",
+        "| target | mesh | step | weights | cache | temp | temp / arguments | collectives a step (MiB sent) |"
+        " compile, wall (CPU) | fits |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for s in steps:
@@ -178,7 +178,7 @@ def table(steps: list[dict[str, Any]]) -> str:
             f"{temp / 2**30:.2f}" if compiled else "-",
             f"{100 * temp / s['argument_bytes']:.1f} %" if compiled else "-",
             sent or "-",
-            f"{s['compile_s']:.0f} s",
+            f"{s['compile_s']:.0f} s ({s['compile_cpu_s']:.0f})",
             f"{'yes' if s['fits'] else 'no'}, {s['total_bytes'] / 2**30:.1f} of {s['memory_bytes'] / 2**30:.0f}",
         )
         lines.append("| " + " | ".join(columns) + " |")

@@ -23,6 +23,7 @@ STEP = {
     "memory_bytes": 32 << 30,
     "fits": True,
     "compile_s": 12.4,
+    "compile_cpu_s": 30.6,
     "parallel": dataclasses.asdict(ParallelConfig.of("data:4,model:4", kv_parallel=2, expert_parallel=True)),
     "collectives": {"all-reduce": {"count": 86, "sent_bytes": 3 << 20}, "all-to-all": {"count": 9, "sent_bytes": 0}},
 }
@@ -34,10 +35,10 @@ def test_a_line_a_step():
     lines = targets.table([STEP, refused]).splitlines()
     assert lines[2] == (
         "| v6e:4x4 | data 4 x model 4, kv 2, experts over all | decode 64 | 3.00 | 1.00 | 0.50 | 12.5 % "
-        "| 86 ar (3.0), 9 a2a (0.0) | 12 s | yes, 4.5 of 32 |"
+        "| 86 ar (3.0), 9 a2a (0.0) | 12 s (31) | yes, 4.5 of 32 |"
     )
     assert lines[3] == (
-        "| v6e:4x4 | data 1 x model 4, stages 2 | prefill 64 | 3.00 | 1.00 | - | - | - | 12 s | no, 4.0 of 32 |"
+        "| v6e:4x4 | data 1 x model 4, stages 2 | prefill 64 | 3.00 | 1.00 | - | - | - | 12 s (31) | no, 4.0 of 32 |"
     )
     assert {line.count("|") for line in lines} == {11}
 
