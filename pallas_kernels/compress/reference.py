@@ -54,7 +54,7 @@ def compress(
     channels = values.shape[1]
     decode = pieces.of_token is None  # then piece i is row i
     if not decode:
-        state = jnp.take(state, pieces.row, axis=0, mode="clip")
+        state = _take_rows(state, pieces.row)
         row_position = jnp.take(row_position, pieces.row, mode="clip")
     open_before = pieces.first & (jax.lax.rem(row_position, ratio) != 0)
     here = _merge(_where(open_before, state[:, :, :channels]), _sum_pieces(values, logits, pieces))
@@ -77,7 +77,13 @@ def compress(
 
 def _last(state: jax.Array, pieces: Pieces, decode: bool) -> jax.Array:
     """The state after each row's last piece, of the states [NP, 3, ...] after each piece."""
-    return state if decode else jnp.take(state, pieces.last_of_row, axis=0, mode="clip")
+    return state if decode else _take_rows(state, pieces.last_of_row)
+
+
+def _take_rows(states: jax.Array, index: jax.Array) -> jax.Array:
+    """states [N, 3, ...] at index [M], as flat rows: XLA's gather of [3, channels] tiles overflows VMEM on tpu7x."""
+    flat = states.reshape(states.shape[0], -1)
+    return jnp.take(flat, index, axis=0, mode="clip").reshape(-1, *states.shape[1:])
 
 
 def _sum_pieces(values: jax.Array, logits: jax.Array, pieces: Pieces) -> _Sum:
