@@ -169,6 +169,7 @@ def table(steps: list[dict[str, Any]]) -> str:
             for kind, c in s["collectives"].items()
         )
         compiled = temp is not None
+        fits = ("yes" if s["fits"] else "no") if compiled else "refused, see the result's error"
         columns = (
             s["target"],
             mesh,
@@ -179,7 +180,7 @@ def table(steps: list[dict[str, Any]]) -> str:
             f"{100 * temp / s['argument_bytes']:.1f} %" if compiled else "-",
             sent or "-",
             f"{s['compile_s']:.0f} s ({s['compile_cpu_s']:.0f})",
-            f"{'yes' if s['fits'] else 'no'}, {s['total_bytes'] / 2**30:.1f} of {s['memory_bytes'] / 2**30:.0f}",
+            f"{fits}, {s['total_bytes'] / 2**30:.1f} of {s['memory_bytes'] / 2**30:.0f}",
         )
         lines.append("| " + " | ".join(columns) + " |")
     return "\n".join(lines)

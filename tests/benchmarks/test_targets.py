@@ -38,7 +38,8 @@ def test_a_line_a_step():
         "| 86 ar (3.0), 9 a2a (0.0) | 12 s (31) | yes, 4.5 of 32 |"
     )
     assert lines[3] == (
-        "| v6e:4x4 | data 1 x model 4, stages 2 | prefill 64 | 3.00 | 1.00 | - | - | - | 12 s (31) | no, 4.0 of 32 |"
+        "| v6e:4x4 | data 1 x model 4, stages 2 | prefill 64 | 3.00 | 1.00 | - | - | - | 12 s (31) "
+        "| refused, see the result's error, 4.0 of 32 |"
     )
     assert {line.count("|") for line in lines} == {11}
 
