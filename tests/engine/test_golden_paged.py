@@ -34,11 +34,11 @@ QUICK = ("g4_mixed", "g7_mtp")  # every kind of layer, hash routing, and the MTP
 PAGED_MODES = tuple(mode for mode in ALL_MODES if mode != "full")
 
 
-def _marked(folder: Path):
-    return pytest.param(folder, id=folder.name, marks=() if folder.name in QUICK else pytest.mark.slow)
+def _marked(folder: Path, *quick: str):
+    return pytest.param(folder, id=folder.name, marks=() if folder.name in quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("folder", [_marked(f) for f in sets()])
+@pytest.mark.parametrize("folder", [_marked(f, *QUICK) for f in sets()])
 def test_every_mode(folder):
     results = list(verify(folder, PAGED_MODES))
     assert len(results) == len(PAGED_MODES) * len(read_golden(folder))
@@ -109,7 +109,7 @@ def _check(prompts: dict[str, Golden]) -> None:
         assert prompt.difference <= ATOL, name
 
 
-@pytest.mark.parametrize("folder", [f for f in sets() if f.name in ("g4_mixed", "g6_ragged")], ids=lambda f: f.name)
+@pytest.mark.parametrize("folder", [_marked(f, "g4_mixed") for f in sets() if f.name in ("g4_mixed", "g6_ragged")])
 def test_preempted_at_each_of_16_successive_decode_steps(folder):
     """16 steps cover every phase of CSA's windows, with and without a token in flight."""
     for num_tokens in range(1, 17):

@@ -20,33 +20,43 @@ from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
 from pallas_kernels.mhc_mix import cases as mhc_cases
 from pallas_kernels.target import Target
 
-pytestmark = pytest.mark.slow
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 ATTENTION = [case for kind in ("swa", "hca", "csa") for case in attention_cases.cases(kind)]
 OTHERS = [*mhc_cases.cases(), *(case for form in ("bf16", "fp8", "fp4") for case in grouped_matmul_cases.cases(form))]
 
 
-@pytest.fixture(params=TOPOLOGIES)
-def device(request):
+def pairs(cases: list[Case]):
+    """Every case with every generation; CI, whose time is short, takes every other pair, the rest are `-m matrix`."""
+    return [
+        pytest.param(
+            case, name, id=f"{name}-{case.name}", marks=pytest.mark.matrix if (i + j) % 2 else pytest.mark.slow
+        )
+        for i, case in enumerate(cases)
+        for j, name in enumerate(TOPOLOGIES)
+    ]
+
+
+def device_of(generation: str):
     if importlib.util.find_spec("libtpu") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("libtpu is not installed")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(TOPOLOGIES[request.param], platform="tpu").devices[0]
+    return topologies.get_topology_desc(TOPOLOGIES[generation], platform="tpu").devices[0]
 
 
-def compile_case(case: Case, device):
+def compile_case(case: Case, generation: str):
+    device = device_of(generation)
     assert Target.of(device).has_tpu_kernels
     lowered = case.lower(device)
     assert "tpu_custom_call" in (lowered.as_text() or "")  # a kernel, not its jnp form
     return lowered.compile()
 
 
-@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
-def test_cache_readers_compile_and_copy_no_pool(case, device):
-    compiled = compile_case(case, device)
+@pytest.mark.parametrize(("case", "generation"), pairs(ATTENTION))
+def test_cache_readers_compile_and_copy_no_pool(case, generation):
+    compiled = compile_case(case, generation)
     text = compiled.as_text() or ""
     for pool in (case.arrays["window_pool"], case.arrays.get("entry_pool")):
         if pool is not None:
@@ -57,12 +67,14 @@ def test_cache_readers_compile_and_copy_no_pool(case, device):
             assert compiled.memory_analysis().temp_size_in_bytes < math.prod(pool.shape) * pool.dtype.itemsize // 10
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
-def test_the_other_kernels_compile(case, device):
-    compile_case(case, device)
+@pytest.mark.parametrize(("case", "generation"), pairs(OTHERS))
+def test_the_other_kernels_compile(case, generation):
+    compile_case(case, generation)
 
 
-def test_the_compiler_is_really_asked(device):
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_the_compiler_is_really_asked(generation):
     """What it must refuse: a copy of one row out of an array whose rows share tiles, and more than its fast memory."""
     from jax.experimental.pallas import tpu as pltpu
 
@@ -82,7 +94,7 @@ def test_the_compiler_is_really_asked(device):
 
     case = Case(name="row", call=call, arrays={"pool": array(jnp.bfloat16, 4096, 512), "row": array(jnp.int32, 1)})
     with pytest.raises(Exception, match="aligned"):
-        compile_case(case, device)
+        compile_case(case, generation)
 
     def double(x, out):
         out[...] = x[...] * 2
@@ -91,4 +103,4 @@ def test_the_compiler_is_really_asked(device):
         return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
     with pytest.raises(Exception, match=r"(?i)vmem|memory"):
-        compile_case(Case(name="big", call=whole, arrays={"x": array(jnp.float32, 1 << 14, 1 << 12)}), device)
+        compile_case(Case(name="big", call=whole, arrays={"x": array(jnp.float32, 1 << 14, 1 << 12)}), generation)

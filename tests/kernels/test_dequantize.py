@@ -20,6 +20,7 @@ def widen(codes, scale, dtype=np.float32) -> np.ndarray:
     return np.asarray(jax.jit(functools.partial(dequantize, dtype=dtype))(codes, scale))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_every_fp4_code_under_every_scale_of_a_normal_number(dtype):
     # 0.5 times 2 ** (2 - 127) is the least normal float32; below it devices flush

@@ -89,6 +89,7 @@ def test_modules_and_checkpoint_agree_on_every_parameter(folder):
     assert shapes == {name: shape for name, (shape, _) in checkpoint.expected_params(config, with_mtp).items()}
 
 
+@pytest.mark.slow  # the batched form takes a minute and a half to compile
 def test_batched_forward_equals_single():
     """[B, S] is B sequences, and the forward can be differentiated."""
     from configs.models import MODELS

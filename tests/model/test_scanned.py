@@ -58,6 +58,7 @@ def pairs(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight_format", ["widened", "stored"])
 def test_pairs_of_csa_and_hca(pairs, weight_format):
     results = list(verify(pairs, ("paged", "chunk=7"), weight_format=weight_format, scanned=True))
@@ -94,6 +95,7 @@ def test_what_only_single_layers_can_do():
         jax.eval_shape(lambda state, ids: nnx.merge(graph, state)(ids), state, np.zeros(4, np.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data:2,model:2", "stage:2"])
 def test_pairs_on_a_mesh(pairs, mesh):
     parallel = ParallelConfig.of(mesh=mesh)
