@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from dsjax import checkpoint
-from dsjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from dsjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from dsjax.engine import Engine
 from dsjax.errors import ConfigError
 from dsjax.load import keeps_stored, load_runner, resolve_dtype
@@ -106,18 +106,11 @@ def read_golden(path: Path) -> list[Golden]:
 
 
 def verify(
-    path: Path,
-    modes: Sequence[str] = ALL_MODES,
-    *,
-    kv_cache_dtype: str = "auto",
-    dtype: str = "float32",
-    weight_format: str = "auto",
-    kernels: str = "auto",
-    parallel: ParallelConfig | None = None,
-    scanned: bool | None = None,
+    path: Path, modes: Sequence[str] = ALL_MODES, *, dtype: str = "float32", weight_format: str = "auto", **options: Any
 ) -> Iterator[Result]:
     """Runs every prompt in every mode: full (whole-sequence forward on one device), paged (prompts whole, several in a
-    step), chunk=N (N tokens a step) and token (one token a step in decode shape). Raises ConfigError."""
+    step), chunk=N (N tokens a step) and token (one token a step in decode shape). `options` are `recording_runner`'s.
+    Raises ConfigError."""
     config = ModelConfig.from_dir(path)
     prompts = read_golden(path)
     stepped = [mode for mode in modes if parse_mode(mode) is not None]
@@ -126,18 +119,8 @@ def verify(
     if stepped:
         longest = max(len(p.ids) + len(p.greedy_ids) for p in prompts)
         with_mtp = _has_mtp(path, prompts)
-        runner, max_model_len = recording_runner(
-            path,
-            config,
-            longest,
-            kv_cache_dtype=kv_cache_dtype,
-            dtype=dtype,
-            weight_format=weight_format,
-            kernels=kernels,
-            scanned=scanned,
-            with_mtp=with_mtp,
-            parallel=parallel,
-        )
+        options |= {"dtype": dtype, "weight_format": weight_format, "with_mtp": with_mtp}
+        runner, max_model_len = recording_runner(path, config, longest, **options)
         for mode in stepped:
             yield from verify_mode(mode, runner, config, max_model_len, prompts)
 
@@ -225,34 +208,32 @@ def recording_runner(
     config: ModelConfig,
     longest: int,
     *,
+    cache: dict[str, Any] | None = None,
     kv_cache_dtype: str = "auto",
     dtype: str = "float32",
-    weight_format: str = "auto",
-    kernels: str = "auto",
-    scanned: bool | None = None,
     with_mtp: bool = False,
-    parallel: ParallelConfig | None = None,
-    **cache: Any,
+    **options: Any,
 ) -> tuple[RecordingRunner, int]:
-    """A runner for sequences of up to `longest` tokens, and its max_model_len; `cache` sets fields of CacheConfig."""
+    """A runner for sequences of up to `longest` tokens, and its max_model_len.
+
+    `cache` sets fields of CacheConfig, `options` are `load.make_runner`'s.
+    """
     max_tokens = 1 << max(6, (longest - 1).bit_length())
+    fields = {"block_size": 16, "enable_prefix_caching": False, **(cache or {})}
     runner, max_model_len = load_runner(
         path,
         config,
-        cache=CacheConfig(**{"block_size": 16, "enable_prefix_caching": False, **cache}, kv_cache_dtype=kv_cache_dtype),
+        cache=CacheConfig(**fields, kv_cache_dtype=kv_cache_dtype),
         scheduler=SchedulerConfig(
             max_num_seqs=_ROWS,
             max_num_batched_tokens=max_tokens,
             max_model_len=min(config.max_position_embeddings, longest + 1),
         ),
         dtype=dtype,
-        weight_format=weight_format,
-        kernels=kernels,
-        scanned=scanned,
         with_mtp=with_mtp,
-        parallel=parallel,
         all_logits=True,
         fill=math.nan,  # a read of something unwritten must show
+        **options,
     )
     return RecordingRunner(runner, max_tokens, with_mtp), max_model_len
 

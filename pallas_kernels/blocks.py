@@ -65,6 +65,20 @@ class Pages(NamedTuple):
         """Which entry of its row the `place`-th one here is."""
         return place if self.count == 1 else place * self.count + self.index
 
+    def page_ids(self, row: jax.Array) -> jax.Array:
+        """[NB, P] the tables of rows row [NB], as pages of the pool."""
+        return (self.table + self.layer * self.num_pages)[row]
+
+    def chosen(self, blocks: QueryBlocks, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of each block's entries here, place [NB, k] (max_entries: none), those in use first: how many there are [NB],
+        and which entries of the pool they are [NB, k], entry 0 for none."""
+        used = place < self.max_entries
+        count = jnp.where(blocks.length > 0, jnp.sum(used, axis=1, dtype=jnp.int32), 0)
+        place = jnp.where(used, place, 0)
+        page = self.table[blocks.row[:, None], place // self.entries_per_page] + self.layer * self.num_pages
+        entry = page * self.entries_per_page + place % self.entries_per_page
+        return count, jnp.where(used, entry, 0).astype(jnp.int32)
+
     def read_pages(self, row: jax.Array, first_page: jax.Array, count: int) -> jax.Array:
         """Whole pages first_page .. first_page + count of each row in row [NB] -> [NB, count * entries, width]."""
         ids = jax.lax.dynamic_slice_in_dim(self.table, first_page, count, axis=1)[row]

@@ -66,19 +66,13 @@ def visible_keys(blocks: QueryBlocks, pages: Pages, ratio: int) -> Keys:
 
 def chosen_keys(blocks: QueryBlocks, pages: Pages, chosen: jax.Array) -> Keys:
     """The entries chosen [NB, k], those in use first."""
-    epp = pages.entries_per_page
-    used = chosen < pages.max_entries
-    count = jnp.where(blocks.length > 0, jnp.sum(used, axis=1, dtype=jnp.int32), 0)
-    place = jnp.where(used, chosen, 0)
-    page = (pages.table + pages.layer * pages.num_pages)[blocks.row[:, None], place // epp]
-    entry = jnp.where(used, page * epp + place % epp, 0)
-    pool = pages.pool.reshape(pages.pool.shape[0] * epp, -1)
-    return Keys(entry.astype(jnp.int32), pool, jnp.zeros_like(count), count)
+    count, entry = pages.chosen(blocks, chosen)
+    pool = pages.pool.reshape(pages.pool.shape[0] * pages.entries_per_page, -1)
+    return Keys(entry, pool, jnp.zeros_like(count), count)
 
 
 def _paged(blocks: QueryBlocks, pages: Pages, begin: jax.Array, end: jax.Array) -> Keys:
-    table = (pages.table + pages.layer * pages.num_pages)[blocks.row]
-    return Keys(table.astype(jnp.int32), pages.pool.reshape(*pages.pool.shape[:2], -1), begin, end)
+    return Keys(pages.page_ids(blocks.row).astype(jnp.int32), pages.pool.reshape(*pages.pool.shape[:2], -1), begin, end)
 
 
 def supports(q: jax.Array, pages: list[Pages], target: Target) -> bool:

@@ -53,7 +53,7 @@ def attend(
 
     segments = [p for p in (window_pages, entry_pages) if p is not None]
     for pages in segments:
-        table = (pages.table + pages.layer * pages.num_pages)[blocks.row][:, None]  # [NB, 1, P]
+        table = pages.page_ids(blocks.row)[:, None]  # [NB, 1, P]
         add(table, pl.BlockSpec((1, 1, table.shape[2]), lambda i, _: (i, 0, 0), memory_space=pltpu.SMEM))
     add(q.reshape(num_blocks, rows, width), pl.BlockSpec((1, rows, width), lambda i, _: (i, 0, 0)))
     add(jnp.tile(sink.astype(jnp.float32), block)[:, None], pl.BlockSpec((rows, 1), lambda i, _: (0, 0)))

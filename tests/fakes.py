@@ -20,6 +20,7 @@ from dsjax.engine import Engine
 from dsjax.request import MAX_LOGPROBS, Request, SamplingParams, TokenEvent
 from dsjax.runner.sampling import Logprobs
 from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
+from dsjax.scheduler.scheduler import Scheduler
 from tests.cache.device_model import DeviceModel, prefix_names
 from tests.cache.specs import model_config
 
@@ -243,6 +244,12 @@ def drain(engine: Engine, max_steps: int = 2000, check: bool = True) -> dict[str
         if check:
             check_caches(engine)
     raise AssertionError(f"still at work after {max_steps} steps")
+
+
+def preempt(scheduler: Scheduler, request: Request) -> None:
+    """What `schedule` does to a running request where pages are missing."""
+    scheduler.shards[request.shard].preempt(request)
+    scheduler._requeue(request)
 
 
 def tokens_of(events: Sequence[TokenEvent], index: int = 0) -> list[int]:

@@ -22,15 +22,15 @@ from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.cache.state import CacheState
 from dsjax.config import CacheConfig, EngineConfig, LayerKind, ModelConfig, ParallelConfig, SchedulerConfig
 from dsjax.engine import Engine
-from dsjax.model.build import abstract, assemble, assemble_on_mesh
-from dsjax.model.stages import Stages
+from dsjax.load import make_runner
+from dsjax.model.build import abstract, assemble
 from dsjax.runner.batch import Layout
 from dsjax.runner.buckets import Bucket
 from dsjax.runner.output import Sent, StepOutput
 from dsjax.runner.runner import Runner
 from dsjax.runner.sampling import SlotTables
 from dsjax.scheduler.plan import StepPlan
-from dsjax.sharding import Placement, Rules, by_shard, make_mesh
+from dsjax.sharding import by_shard
 from tests.fakes import SMALL_CACHE, default_parallel, drain, request, small_spec, tokens_of
 
 MAX_MODEL_LEN, MAX_SEQS, MAX_TOKENS = 128, 64, 64
@@ -74,30 +74,21 @@ def tiny_weights() -> tuple[nnx.GraphDef, nnx.State]:
 def new_runner(parallel: ParallelConfig | None = None) -> Runner:
     """A runner with nothing compiled, by default on the mesh that DSJAX_TEST_MESH names."""
     parallel = parallel or default_parallel()
-    config = tiny_config()
-    stages, mesh = Stages.of(config, parallel.pipeline_parallel_size), make_mesh(parallel)
-    placement = Placement(mesh, Rules.of(config, parallel))
-    graph, params = assemble_on_mesh(stages, tiny_params(), jnp.dtype("float32"), placement, with_mtp=False)
-    scheduler = SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS)
-    parts = parallel.kv_parallel
-    cache = CacheConfig(**{**SMALL_CACHE, "num_snapshots": 64, "block_size": SMALL_CACHE["block_size"] // parts})
-    spec = CacheSpec.of(stages.config, cache, scheduler, MAX_MODEL_LEN, 4, num_parts=parts)
-    runner = Runner(
-        config=stages.config,
-        graph=graph,
-        params=params,
-        spec=spec,
-        scheduler=scheduler,
-        mesh=mesh,
-        active=stages.active,
-        num_microbatches=parallel.num_microbatches or parallel.pipeline_parallel_size,
-        dtype=jnp.dtype("float32"),
+    block_size = SMALL_CACHE["block_size"] // parallel.kv_parallel
+    runner, _ = make_runner(
+        tiny_config(),
+        lambda *_: tiny_params(),
+        cache=CacheConfig(**{**SMALL_CACHE, "num_snapshots": 64, "block_size": block_size}),
+        scheduler=SchedulerConfig(
+            max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS, max_model_len=MAX_MODEL_LEN
+        ),
+        parallel=parallel,
         all_logits=True,
         fail_on_recompile=True,
         fill=math.nan,
     )
     runner.buckets.decode, runner.buckets.mixed = DECODE, MIXED
-    runner._layouts = {bucket: Layout(bucket, spec) for bucket in runner.buckets}
+    runner._layouts = {bucket: Layout(bucket, runner.spec) for bucket in runner.buckets}
     return runner
 
 

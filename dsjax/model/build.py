@@ -92,6 +92,8 @@ def _check_names(wanted: Set[str], found: Set[str]) -> None:
 
 def _joined(parts: Sequence[str | None], leaf: nnx.Variable, params: Mapping[str, np.ndarray]) -> np.ndarray:
     """One parameter, or those of several layers stacked; zero where the stage lacks the layer."""
+    if len(parts) == 1 and parts[0] is not None:
+        return np.asarray(_checked(parts[0], leaf.shape, params), leaf.dtype)
     shape = leaf.shape if len(parts) == 1 else leaf.shape[1:]
     out = np.zeros((len(parts), *shape), leaf.dtype)
     for i, name in enumerate(parts):

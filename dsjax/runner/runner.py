@@ -78,8 +78,9 @@ class Runner:
         # One bfloat16 row takes a scalar path in XLA's CPU matmul, 10 times slower than two rows.
         self.buckets = Buckets(scheduler, min_rows=2 if dtype == jnp.bfloat16 else 1)
         self.num_pages = {kind: kind_spec.num_pages for kind, kind_spec in spec.kinds.items()}
+        self._by_shard = sharding.by_shard(mesh)
         cache_dtype = cache_dtype or dtype
-        tables = self.num_shards * spec.num_slots, config.vocab_size, sharding.by_shard(mesh)
+        tables = self.num_shards * spec.num_slots, config.vocab_size, self._by_shard
         if abstract:
             self.cache, self.slots = (
                 CacheState.abstract(spec, config, cache_dtype, mesh, self.target),
@@ -150,7 +151,7 @@ class Runner:
 
     def _sent(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         """What the host sends: a part for each data shard."""
-        return jax.ShapeDtypeStruct((self.num_shards, *shape), dtype, sharding=sharding.by_shard(self.mesh))
+        return jax.ShapeDtypeStruct((self.num_shards, *shape), dtype, sharding=self._by_shard)
 
     def _lower(self, function, kept: tuple, donated: tuple, sent: tuple, with_output: bool = False):
         """Lowers function(*kept, *donated, *sent) -> donated, updated (and replicated output)."""
@@ -210,10 +211,9 @@ class Runner:
         return None
 
     def _to_devices(self, arrays: Sequence[np.ndarray]) -> list[jax.Array]:
-        by_shard = sharding.by_shard(self.mesh)
         if jax.process_count() == 1:
-            return jax.device_put(list(arrays), by_shard)
-        return [jax.make_array_from_callback(x.shape, by_shard, lambda index, x=x: x[index]) for x in arrays]
+            return jax.device_put(list(arrays), self._by_shard)
+        return [jax.make_array_from_callback(x.shape, self._by_shard, lambda index, x=x: x[index]) for x in arrays]
 
     def read(self, sent: Sent) -> StepOutput:
         """Waits for a step's results and brings them to the host: rows and tokens in the order of the plan."""

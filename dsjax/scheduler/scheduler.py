@@ -159,10 +159,6 @@ class Scheduler:
         """Live requests whose deadline has passed."""
         return [r for r in (*self.waiting, *self.running) if r.deadline_s is not None and r.deadline_s <= now_s]
 
-    def _preempt(self, request: Request) -> None:
-        self.shards[request.shard].preempt(request)
-        self._requeue(request)
-
     def _requeue(self, request: Request) -> None:
         """Puts a preempted request before all that came later than it."""
         self.counters.num_preemptions += 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from pallas_kernels import gpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
-from pallas_kernels.csa_attention import gpu, reference, tpu
+from pallas_kernels.csa_attention import reference, tpu
 from pallas_kernels.swa_attention.api import check_shapes, finish
 from pallas_kernels.target import CPU, Target
 
@@ -32,14 +34,16 @@ def csa_attention(
     check_shapes("csa_attention", q, blocks, entry_pages, sink)
     if chosen.ndim != (2 if q.shape[1] == 1 else 3):
         raise ValueError(f"csa_attention: chosen {chosen.shape} must be indices for B=1 and a mask for B={q.shape[1]}")
-    common = {"window": window, "ratio": ratio, "scale": scale}
-    pages = (window_pages, entry_pages)
+    pages, sizes = (window_pages, entry_pages), {"window": window, "ratio": ratio}
+    kernel: Any = {"scale": scale, "target": target, "partial": entry_pages.count > 1}
     if target.has_tpu_kernels:
-        partial = entry_pages.count > 1
-        run = tpu.csa_attention(q, blocks, *pages, chosen, sink, **common, target=target, partial=partial)
-    elif gpu_attention.supports(q, [window_pages, entry_pages], target):
-        decode = {"window": window, "scale": scale, "target": target, "partial": entry_pages.count > 1}
-        run = gpu.csa_attention(q, blocks, *pages, chosen, sink, **decode)
+        run = tpu.csa_attention(q, blocks, *pages, chosen, sink, **sizes, **kernel)
+    elif gpu_attention.supports(q, list(pages), target):
+        keys = [
+            gpu_attention.window_keys(blocks, window_pages, window),
+            gpu_attention.chosen_keys(blocks, entry_pages, chosen),
+        ]
+        run = gpu_attention.attend(q, keys, sink, **kernel)
     else:
-        run = reference.csa_attention(q, blocks, *pages, chosen, **common)
+        run = reference.csa_attention(q, blocks, *pages, chosen, **sizes, scale=scale)
     return finish(run, q, sink, entry_pages)

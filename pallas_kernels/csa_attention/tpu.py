@@ -62,13 +62,8 @@ def _gather(
     partial: bool,
 ) -> jax.Array | Running:
     num_blocks, _, heads, width = q.shape
-    epp, k = pages.entries_per_page, chosen.shape[1]
-    used = chosen < pages.max_entries
-    count = jnp.where(blocks.length > 0, jnp.sum(used, axis=1, dtype=jnp.int32), 0)
-    place = jnp.where(used, chosen, 0)
-    table = pages.table + pages.layer * pages.num_pages
-    page = table[blocks.row[:, None], place // epp]
-    slot = jnp.where(used, page * epp + place % epp, 0)
+    k = chosen.shape[1]
+    count, slot = pages.chosen(blocks, chosen)
     padded = -(-k // CHUNK) * CHUNK
     slot = jnp.pad(slot, ((0, 0), (0, padded - k)))[:, None]  # [NB, 1, k]; those past `count` copy entry 0 of the pool
     pool = pages.pool.reshape(-1, *pages.pool.shape[2:])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
-from pallas_kernels import gpu_attention
+from pallas_kernels import gpu_attention, tpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
-from pallas_kernels.hca_attention import gpu, reference, tpu
+from pallas_kernels.hca_attention import reference
 from pallas_kernels.swa_attention.api import check_shapes, finish
 from pallas_kernels.target import CPU, Target
 
@@ -29,13 +31,16 @@ def hca_attention(
     """
     check_shapes("hca_attention", q, blocks, window_pages, sink)
     check_shapes("hca_attention", q, blocks, entry_pages, sink)
-    common = {"window": window, "ratio": ratio, "scale": scale}
+    pages, sizes = (window_pages, entry_pages), {"window": window, "ratio": ratio}
+    kernel: Any = {"scale": scale, "target": target, "partial": entry_pages.count > 1}
     if target.has_tpu_kernels:
-        partial = entry_pages.count > 1
-        run = tpu.hca_attention(q, blocks, window_pages, entry_pages, sink, **common, target=target, partial=partial)
-    elif gpu_attention.supports(q, [window_pages, entry_pages], target):
-        partial = entry_pages.count > 1
-        run = gpu.hca_attention(q, blocks, window_pages, entry_pages, sink, **common, target=target, partial=partial)
+        run = tpu_attention.attend(q, blocks, *pages, None, sink, **sizes, **kernel)
+    elif gpu_attention.supports(q, list(pages), target):
+        keys = [
+            gpu_attention.window_keys(blocks, window_pages, window),
+            gpu_attention.visible_keys(blocks, entry_pages, ratio),
+        ]
+        run = gpu_attention.attend(q, keys, sink, **kernel)
     else:
-        run = reference.hca_attention(q, blocks, window_pages, entry_pages, **common)
+        run = reference.hca_attention(q, blocks, *pages, **sizes, scale=scale)
     return finish(run, q, sink, entry_pages)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 
-from pallas_kernels import gpu_attention
+from pallas_kernels import gpu_attention, tpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.online_softmax import Running
-from pallas_kernels.swa_attention import gpu, reference, tpu
+from pallas_kernels.swa_attention import reference
 from pallas_kernels.target import CPU, Target
 
 
@@ -28,16 +29,11 @@ def swa_attention(
     On a GPU with kernels it is one for what `gpu_attention.supports`, decode steps above all; else the jnp path.
     """
     check_shapes("swa_attention", q, blocks, window_pages, sink)
+    kernel: Any = {"scale": scale, "target": target, "partial": window_pages.count > 1}
     if target.has_tpu_kernels:
-        partial = window_pages.count > 1
-        run = tpu.swa_attention(
-            q, blocks, window_pages, sink, window=window, scale=scale, target=target, partial=partial
-        )
+        run = tpu_attention.attend(q, blocks, window_pages, None, None, sink, window=window, ratio=1, **kernel)
     elif gpu_attention.supports(q, [window_pages], target):
-        partial = window_pages.count > 1
-        run = gpu.swa_attention(
-            q, blocks, window_pages, sink, window=window, scale=scale, target=target, partial=partial
-        )
+        run = gpu_attention.attend(q, [gpu_attention.window_keys(blocks, window_pages, window)], sink, **kernel)
     else:
         run = reference.attend_window(q, blocks, window_pages, window=window, scale=scale)
     return finish(run, q, sink, window_pages)

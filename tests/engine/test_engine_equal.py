@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsjax.cache.spec import EntryKind
-from tests.fakes import assert_idle, default_parallel, drain, request, tokens_of
+from tests.fakes import assert_idle, default_parallel, drain, preempt, request, tokens_of
 from tests.tiny_model import random_prompt, solo, tiny_config, tiny_engine
 
 NO_CACHE = {"enable_prefix_caching": False}
@@ -188,7 +188,7 @@ def test_preempted_at_each_of_16_successive_steps(caching):
         while engine.has_work():
             running = [r for r in engine.scheduler.running if r.parent_id == "victim"]
             if running and len(tokens) == step and running[0].num_preemptions == 0:
-                engine.scheduler._preempt(running[0])
+                preempt(engine.scheduler, running[0])
             tokens += tokens_of([e for e in engine.step() if e.request_id == "victim"])
         assert tokens == want, step
         assert engine.stats().num_preemptions == step + 1

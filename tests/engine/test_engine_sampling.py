@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dsjax.request import FinishReason
+from tests import fakes
 from tests.fakes import ByteTokenizer, assert_idle, drain, request, tokens_of
 from tests.tiny_model import random_prompt, solo, tiny_engine
 
@@ -23,7 +24,7 @@ def preempt_once(engine, name, num_tokens):
     while engine.has_work():
         running = [r for r in engine.scheduler.running if r.parent_id == name]
         if running and len(tokens_of(events)) == num_tokens and not running[0].num_preemptions:
-            engine.scheduler._preempt(running[0])
+            fakes.preempt(engine.scheduler, running[0])
         events += [e for e in engine.step() if e.request_id == name]
     return events
 
@@ -119,7 +120,7 @@ def test_prompt_logprobs_come_once_and_whole(preempt):
     if preempt:
         for _ in range(2):
             engine.step()
-        engine.scheduler._preempt(engine.scheduler.running[-1])
+        fakes.preempt(engine.scheduler, engine.scheduler.running[-1])
     events = drain(engine)["a"]
     for index in range(2):
         mine = [e for e in events if e.index == index]

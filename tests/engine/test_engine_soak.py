@@ -10,7 +10,7 @@ import pytest
 
 from dsjax.cache.spec import EntryKind
 from dsjax.request import TokenEvent
-from tests.fakes import VOCAB, ByteTokenizer, assert_idle, check_caches, fake_engine, request
+from tests.fakes import VOCAB, ByteTokenizer, assert_idle, check_caches, fake_engine, preempt, request
 
 COUNTERS = (
     "num_requests num_finished num_preemptions num_prompt_tokens num_cached_tokens num_generated_tokens num_steps "
@@ -70,7 +70,7 @@ class Traffic:
             self.num_cancelled += 1
         busy = [shard for shard in scheduler.shards if shard.running]
         if busy and rng.random() < 0.03:
-            scheduler._preempt(rng.choice(busy).running[-1])
+            preempt(scheduler, rng.choice(busy).running[-1])
         if rng.random() < 0.002:
             self.engine.reset_prefix_cache()
 

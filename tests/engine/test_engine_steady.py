@@ -11,7 +11,7 @@ import pytest
 
 from dsjax.cache.spec import EntryKind
 from dsjax.runner.compiles import COMPILES
-from tests.fakes import assert_idle, check_caches, drain, request, tokens_of
+from tests.fakes import assert_idle, check_caches, drain, preempt, request, tokens_of
 from tests.tiny_model import random_prompt, solo, tiny_engine
 
 
@@ -44,7 +44,7 @@ def test_200_random_requests_compile_nothing():
         if rng.random() < 0.2:
             engine.cancel(f"r{rng.randint(max(0, i - 8), i)}")
         if engine.scheduler.running and rng.random() < 0.05:
-            engine.scheduler._preempt(engine.scheduler.running[-1])
+            preempt(engine.scheduler, engine.scheduler.running[-1])
         check_caches(engine)
     drain(engine, max_steps=5000)
     assert COMPILES.total == before

@@ -65,9 +65,7 @@ def _cached_runner(folder: Path) -> tuple[RecordingRunner, ModelConfig, int]:
         config,
         longest,
         parallel=_parallel(config),
-        enable_prefix_caching=True,
-        prefix_unit_tokens=8,
-        num_snapshots=256,
+        cache={"enable_prefix_caching": True, "prefix_unit_tokens": 8, "num_snapshots": 256},
     )
     return runner, config, max_model_len
 
@@ -121,7 +119,7 @@ def test_preempted_at_each_of_16_successive_decode_steps(folder):
         def preempt(name: str, engine=engine, prompts=prompts, num_tokens=num_tokens) -> None:
             request = next((r for r in engine.scheduler.running if r.parent_id == name), None)
             if request is not None and len(prompts[name].greedy) == num_tokens:
-                engine.scheduler._preempt(request)
+                preempt(engine.scheduler, request)
 
         _collect(engine, prompts, preempt)
         assert engine.stats().num_preemptions == len(prompts)

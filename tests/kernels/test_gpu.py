@@ -17,7 +17,7 @@ from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.csa_attention import csa_attention
 from pallas_kernels.hca_attention import hca_attention
 from pallas_kernels.online_softmax import Running
-from pallas_kernels.swa_attention import gpu, reference, swa_attention
+from pallas_kernels.swa_attention import reference, swa_attention
 from pallas_kernels.target import CPU, Target
 from tests.kernels import gpu_compile
 
@@ -103,10 +103,10 @@ def test_more_heads_than_a_group_has():
 @NEEDS_KERNELS
 def test_a_part_of_the_softmax_is_what_the_jnp_path_has():
     world = _World(8)
-    common = {"window": WINDOW, "scale": 0.1}
-    got = gpu.swa_attention(world.q, world.blocks, world.window, world.sink, **common, target=GPU, partial=True)
+    keys = [gpu_attention.window_keys(world.blocks, world.window, WINDOW)]
+    got = gpu_attention.attend(world.q, keys, world.sink, scale=0.1, target=GPU, partial=True)
     assert isinstance(got, Running)
-    want = reference.attend_window(world.q, world.blocks, world.window, **common)
+    want = reference.attend_window(world.q, world.blocks, world.window, window=WINDOW, scale=0.1)
     np.testing.assert_allclose(got.maximum[:-1, 0], want.maximum[:-1], **EXACT)
     np.testing.assert_allclose(got.denominator[:-1, 0], want.denominator[:-1], **EXACT)
     np.testing.assert_allclose(got.total[:-1, 0], want.total[:-1], **EXACT)

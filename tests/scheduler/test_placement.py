@@ -6,7 +6,7 @@ from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.spec import EntryKind
 from dsjax.request import Status
 from dsjax.scheduler.placement import Candidate, preferred
-from tests.fakes import assert_idle, check_caches, drain, fake_engine, request, tokens_of
+from tests.fakes import assert_idle, check_caches, drain, fake_engine, preempt, request, tokens_of
 
 NO_CACHE = {"enable_prefix_caching": False}  # no snapshots, so chunks end at the budget alone
 
@@ -287,7 +287,7 @@ def test_preempted_requests_of_all_shards_wait_in_the_order_they_came():
     assert where(engine) == {"a": 0, "c": 0, "b": 1, "d": 1}
     by_name = {r.parent_id: r for r in engine.scheduler.running}
     for name in "cbad":
-        engine.scheduler._preempt(by_name[name])
+        preempt(engine.scheduler, by_name[name])
     assert [r.parent_id for r in engine.scheduler.waiting] == ["a", "b", "c", "d", "e"]
     assert {(r.status, r.shard, r.slot) for r in engine.scheduler.waiting} == {(Status.WAITING, -1, -1)}
     drain(engine)
@@ -302,7 +302,7 @@ def test_one_that_moves_keeps_its_place_before_those_who_came_later():
     engine.step()
     assert where(engine) == {"a": 0, "c": 0, "b": 1}
     first = engine.scheduler.running[0]
-    engine.scheduler._preempt(first)
+    preempt(engine.scheduler, first)
     engine.step()  # reads its token
     engine.add(request("d", [4] * 40, max_tokens=2))
     while first.status is Status.WAITING:

@@ -5,7 +5,7 @@ import pytest
 from dsjax.cache.spec import EntryKind
 from dsjax.errors import ErrorCode, RequestError
 from dsjax.request import Status
-from tests.fakes import Sent, assert_idle, drain, fake_engine, request, tokens_of
+from tests.fakes import Sent, assert_idle, drain, fake_engine, preempt, request, tokens_of
 
 NO_CACHE = {"enable_prefix_caching": False}  # no snapshots, so chunks end at the budget alone
 
@@ -231,7 +231,7 @@ def test_a_preempted_request_waits_for_its_token_in_flight():
     engine.step()
     (running,) = engine.scheduler.running
     assert running.num_pending == 1
-    engine.scheduler._preempt(running)
+    preempt(engine.scheduler, running)
     assert (running.status, running.num_computed, running.slot) == (Status.WAITING, 0, -1)
     assert [e.token_ids for e in engine.step()] == [(2,)]  # nothing sent: how it goes on was not known
     assert len(engine.runner.sent) == 1
@@ -263,7 +263,7 @@ def test_siblings_go_on_when_the_first_ends_early(end):
     engine.step()
     first = engine.scheduler.running[0]
     if end == "preempt":
-        engine.scheduler._preempt(first)
+        preempt(engine.scheduler, first)
     if end == "cancel":
         engine._end(engine._by_request["a#0"], keep=False)
     events = drain(engine)
