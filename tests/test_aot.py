@@ -26,7 +26,7 @@ ROUNDS = 8  # more do not take longer; temporaries are much the same for any num
 
 
 @pytest.fixture(scope="module")
-def compiled():
+def compiled(compiled_anew):
     """Eight rounds of a CSA and an HCA layer, as wide as Flash but for the vocabulary, on 4 x 4 devices of v6e."""
     if importlib.util.find_spec("libtpu") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("libtpu is not installed")

@@ -26,7 +26,7 @@ from dsjax.runner.buckets import Bucket
 from dsjax.scheduler.plan import RowPlan
 from dsjax.sharding import Rules
 from dsjax.verify import ALL_MODES, Golden, RecordingRunner, read_golden, recording_runner, verify
-from tests.fakes import check_caches, default_parallel
+from tests.fakes import check_caches, default_parallel, preempt
 from tests.golden_sets import sets
 from tests.model.test_golden_full import ATOL, compare_inner
 
@@ -116,12 +116,12 @@ def test_preempted_at_each_of_16_successive_decode_steps(folder):
         for name, prompt in prompts.items():
             engine.add(_request(name, prompt, max_tokens=24))
 
-        def preempt(name: str, engine=engine, prompts=prompts, num_tokens=num_tokens) -> None:
+        def at_token(name: str, engine=engine, prompts=prompts, num_tokens=num_tokens) -> None:
             request = next((r for r in engine.scheduler.running if r.parent_id == name), None)
             if request is not None and len(prompts[name].greedy) == num_tokens:
                 preempt(engine.scheduler, request)
 
-        _collect(engine, prompts, preempt)
+        _collect(engine, prompts, at_token)
         assert engine.stats().num_preemptions == len(prompts)
         assert all(len(prompt.greedy) == 24 for prompt in prompts.values())
         _check(prompts)

@@ -21,6 +21,7 @@ from pallas_kernels.mhc_mix import cases as mhc_cases
 from pallas_kernels.target import Target
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 ATTENTION = [case for kind in ("swa", "hca", "csa") for case in attention_cases.cases(kind)]
 OTHERS = [*mhc_cases.cases(), *(case for form in ("bf16", "fp8", "fp4") for case in grouped_matmul_cases.cases(form))]
 
