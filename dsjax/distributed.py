@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from dsjax.channel import WARM_UP_S, Channel, Listener, Message, PeerLost, connect, listen
+from dsjax.channel import START_TIMEOUT_S, WARM_UP_S, Channel, Listener, Message, PeerLost, connect, listen
 from dsjax.config import DistributedConfig, EngineConfig, field_paths
 from dsjax.errors import ConfigError
 from dsjax.runner.buckets import Bucket
@@ -80,7 +80,10 @@ class Leader:
         except TimeoutError as error:
             here = {channel.peer for channel in leader._channels}
             missing = [n for n in range(1, config.num_processes) if f"process {n}" not in here]
-            raise TimeoutError(f"of num_processes={config.num_processes}, these did not come: {missing}") from error
+            raise TimeoutError(
+                f"of num_processes={config.num_processes}, these did not come within {START_TIMEOUT_S:g} s: {missing}; "
+                "start them, or correct coordinator_address"
+            ) from error
         except ConfigError as error:
             leader.close(error)
             raise

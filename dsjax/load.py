@@ -98,6 +98,11 @@ def make_runner(
             f"{config.max_position_embeddings}"
         )
     parallel = parallel or ParallelConfig()
+    if parallel.num_microbatches > scheduler.max_num_seqs:
+        raise ConfigError(
+            f"num_microbatches={parallel.num_microbatches} must be at most max_num_seqs={scheduler.max_num_seqs}: each "
+            "holds at least a request"
+        )
     mesh, rules = make_mesh(parallel, devices), Rules.of(config, parallel)
     stages = Stages.of(config, parallel.pipeline_parallel_size)
     platform = mesh.devices.flat[0].platform

@@ -90,6 +90,7 @@ def _exit_now(code: int) -> NoReturn:
 
 def _follow(config: EngineConfig) -> int:
     """Runs a process other than 0 to its end; returns the exit code."""
+    from dsjax.channel import PeerLost
     from dsjax.load import load_follower
 
     def fail(error: Exception) -> NoReturn:
@@ -99,7 +100,10 @@ def _follow(config: EngineConfig) -> int:
     def on_signal(number: int, frame: object) -> None:
         log.info("%s: process 0 ends this one when it has drained", signal.Signals(number).name)
 
-    follower, runner = load_follower(config, fail, progress=True)
+    try:
+        follower, runner = load_follower(config, fail, progress=True)
+    except (PeerLost, TimeoutError) as error:  # process 0 is not there, or no more
+        fail(error)
     # A signal often goes to all processes at once, and process 0 cannot drain without the others.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)

@@ -34,6 +34,21 @@ def test_contradictions_and_sizes_that_do_not_divide_are_refused():
         ParallelConfig(data_parallel_size=0)
 
 
+def test_a_micro_batch_holds_a_request():
+    from configs.models import MODELS
+    from dsjax.config import CacheConfig, SchedulerConfig
+    from dsjax.load import make_runner
+
+    with pytest.raises(ConfigError, match="num_microbatches=5 must be at most max_num_seqs=4"):
+        make_runner(
+            MODELS["tiny-mixed"](),
+            None,
+            cache=CacheConfig(),
+            scheduler=SchedulerConfig(max_num_seqs=4),
+            parallel=ParallelConfig.of("stage:2", num_microbatches=5),
+        )
+
+
 def test_processes_need_an_address_and_an_id():
     DistributedConfig(num_processes=2, process_id=1, coordinator_address="localhost:1234")
     with pytest.raises(ConfigError, match="num_processes=2 needs coordinator_address"):
