@@ -6,6 +6,7 @@ describes. It never runs; its memory, its collectives and whether it fits are fa
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import os
 import time
@@ -69,15 +70,46 @@ def _b200(num_devices: int) -> Target:
     return _gpu("NVIDIA B200", num_devices, **limits, memory=191510806528)
 
 
-GPUS = {"h100": _h100, "b200": _b200}  # called with the number of devices
+def _tpu(topology: str, num_devices: int, memory_gib: int) -> Target:
+    return Target(platform="tpu", topology=topology, num_devices=num_devices, memory_bytes=memory_gib * _GIB)
+
 
 TARGETS = {
     # Memory of a chip: cloud.google.com/tpu/docs/v6e (32 GB), /v5p (95 GB), /tpu7x (192 GB, of two devices).
-    "v6e:4x4": Target(platform="tpu", topology="v6e:4x4", num_devices=16, memory_bytes=32 * _GIB),
-    "v5p:2x2x2": Target(platform="tpu", topology="v5p:2x2x2", num_devices=8, memory_bytes=95 * _GIB),
-    "tpu7x:2x2x1": Target(platform="tpu", topology="tpu7x:2x2x1", num_devices=8, memory_bytes=96 * _GIB),
+    "v6e:4x4": _tpu("v6e:4x4", 16, 32),
+    "v5p:2x2x2": _tpu("v5p:2x2x2", 8, 95),
+    "tpu7x:2x2x1": _tpu("tpu7x:2x2x1", 8, 96),
     "h100:8": _h100(8),
 }
+
+# One device of each kind that has kernels of its own; libtpu describes no less than a host's four chips.
+CHIPS = {
+    "v5e": _tpu("v5e:2x2", 4, 16),
+    "v5p": _tpu("v5p:2x2x1", 4, 95),
+    "v6e": _tpu("v6e:2x2", 4, 32),
+    "tpu7x": _tpu("tpu7x:2x2x1", 8, 96),
+    "h100": _h100(1),
+    "b200": _b200(1),
+}
+
+# What a target's compiler is installed with.
+_COMPILERS = {
+    "tpu": ("libtpu",),
+    "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm"),
+}
+
+
+def missing_packages(target: Target) -> list[str]:
+    """Those that its compiler needs and that are not installed."""
+    return [name for name in _COMPILERS[target.platform] if not _installed(name)]
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def devices(target: Target) -> list[Any]:
@@ -87,7 +119,7 @@ def devices(target: Target) -> list[Any]:
     try:
         found = topologies.get_topology_desc(name, platform=target.platform, **options).devices
     except Exception as error:  # each backend has its own kind
-        packages = "libtpu" if target.platform == "tpu" else "jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc"
+        packages = ", ".join(_COMPILERS[target.platform])
         raise ConfigError(f"target {target.topology} needs the packages {packages}: {error}") from error
     return list(found)
 

@@ -8,31 +8,53 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from pallas_kernels.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`call(target, **arrays)` runs the operation; `arrays` are the shapes of its inputs, nested as they come."""
+    """`call(target, **arrays)` runs the operation; `arrays` are its inputs, nested as they come.
+
+    An input is a jax.ShapeDtypeStruct where any values will do, a numpy array where they say what work there is.
+    """
 
     name: str
     call: Callable[..., Any]
-    arrays: dict[str, Any]  # trees of jax.ShapeDtypeStruct
+    arrays: dict[str, Any]
 
     def lower(self, device: Any) -> jax.stages.Lowered:
         """For compilation on a device that need not be there."""
+        return self.stages(device)[1]
+
+    def stages(self, device: Any) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
+        """The traced program, whose kernels say what they cost, and as `lower` gives it."""
         target, sharding = Target.of(device), SingleDeviceSharding(device)
         arrays = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), self.arrays)
         if target.platform == "gpu":  # "gpu" is no compiler's name
             kind = AbstractDevice(device.device_kind, None, platform="cuda")
         else:
             kind = AbstractDevice(device.device_kind, getattr(device, "num_cores", 1), platform=device.platform)
-        mesh = AbstractMesh((1,), ("_",), abstract_device=kind)
+        mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=kind)
         # Pallas asks the mesh what it lowers for; the precision is the one that the engine's step has.
         with jax.sharding.use_abstract_mesh(mesh), jax.default_matmul_precision("highest"):
-            return jax.jit(lambda arrays: self.call(target, **arrays)).lower(arrays)
+            traced = jax.jit(lambda arrays: self.call(target, **arrays)).trace(arrays)
+            return traced, traced.lower()
+
+    def random(self, seed: int = 0) -> dict[str, Any]:
+        """Inputs to run with: normal floats, small non-negative codes, and the values that are given."""
+        rng = np.random.default_rng(seed)
+
+        def fill(leaf: Any) -> np.ndarray:
+            if isinstance(leaf, np.ndarray):
+                return leaf
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                return rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype)
+            return rng.integers(0, 2 if leaf.dtype == bool else 100, leaf.shape).astype(leaf.dtype)
+
+        return jax.tree.map(fill, self.arrays)
 
 
 def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

@@ -11,15 +11,16 @@ from pallas_kernels.target import Target
 
 CONFIG = MixConfig(sinkhorn_iters=20, eps=1e-6, norm_eps=1e-6)
 WIDTHS = {"flash": 4096, "pro": 7168}
+SMALL = {"small": 512}  # for a CPU
 TOKENS = {"decode": 64, "prefill": 2048}
 
 
-def cases() -> list[Case]:
-    return [_case(model, step) for model in WIDTHS for step in TOKENS]
+def cases(widths: dict[str, int] = WIDTHS) -> list[Case]:
+    return [_case(model, width, step) for model, width in widths.items() for step in TOKENS]
 
 
-def _case(model: str, step: str) -> Case:
-    width, tokens = WIDTHS[model], TOKENS[step]
+def _case(model: str, width: int, step: str) -> Case:
+    tokens = TOKENS[step]
     arrays = {
         "streams": array(jnp.bfloat16, 4, tokens, width),
         "out": array(jnp.bfloat16, tokens, width),

@@ -5,7 +5,6 @@ Nothing runs. Needs libtpu (the extra `tpu`); without it these are left out, and
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 
@@ -14,16 +13,15 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import attention_cases
+from dsjax import aot
+from pallas_kernels import all_cases
 from pallas_kernels.case import Case, array
-from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
-from pallas_kernels.mhc_mix import cases as mhc_cases
 from pallas_kernels.target import Target
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+GENERATIONS = [name for name, target in aot.CHIPS.items() if target.platform == "tpu"]
 pytestmark = pytest.mark.usefixtures("compiled_anew")
-ATTENTION = [case for kind in ("swa", "hca", "csa") for case in attention_cases.cases(kind)]
-OTHERS = [*mhc_cases.cases(), *(case for form in ("bf16", "fp8", "fp4") for case in grouped_matmul_cases.cases(form))]
+ATTENTION = [case for case in all_cases.cases() if "window_pool" in case.arrays]
+OTHERS = [case for case in all_cases.cases() if "window_pool" not in case.arrays]
 
 
 def pairs(cases: list[Case]):
@@ -33,18 +31,14 @@ def pairs(cases: list[Case]):
             case, name, id=f"{name}-{case.name}", marks=pytest.mark.matrix if (i + j) % 2 else pytest.mark.slow
         )
         for i, case in enumerate(cases)
-        for j, name in enumerate(TOPOLOGIES)
+        for j, name in enumerate(GENERATIONS)
     ]
 
 
 def device_of(generation: str):
-    if importlib.util.find_spec("libtpu") is None:
+    if aot.missing_packages(aot.CHIPS[generation]):
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("libtpu is not installed")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    from jax.experimental import topologies
-
-    return topologies.get_topology_desc(TOPOLOGIES[generation], platform="tpu").devices[0]
+    return aot.devices(aot.CHIPS[generation])[0]
 
 
 def compile_case(case: Case, generation: str):
@@ -74,7 +68,7 @@ def test_the_other_kernels_compile(case, generation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("generation", GENERATIONS)
 def test_the_compiler_is_really_asked(generation):
     """What it must refuse: a copy of one row out of an array whose rows share tiles, and more than its fast memory."""
     from jax.experimental.pallas import tpu as pltpu
