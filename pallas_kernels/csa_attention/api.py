@@ -28,7 +28,7 @@ def csa_attention(
 ) -> jax.Array:  # [NB, B, sinks, H] float32
     """A query attends to its window and to its chosen entries. Raises ValueError for shapes that do not fit.
 
-    On a GPU with kernels it is one for what `gpu_attention.supports`, decode steps above all; else the jnp path.
+    On a GPU with kernels it is one for what `gpu_attention.supports`, else the jnp path.
     """
     check_shapes("csa_attention", q, blocks, window_pages, sink)
     check_shapes("csa_attention", q, blocks, entry_pages, sink)
@@ -40,8 +40,8 @@ def csa_attention(
         run = tpu.csa_attention(q, blocks, *pages, chosen, sink, **sizes, **kernel)
     elif gpu_attention.supports(q, list(pages), target):
         keys = [
-            gpu_attention.window_keys(blocks, window_pages, window),
-            gpu_attention.chosen_keys(blocks, entry_pages, chosen),
+            gpu_attention.window_keys(blocks, window_pages, window, q.shape[1]),
+            gpu_attention.chosen_keys(blocks, entry_pages, ratio, chosen),
         ]
         run = gpu_attention.attend(q, keys, sink, **kernel)
     else:

@@ -27,7 +27,7 @@ def hca_attention(
 ) -> jax.Array:  # [NB, B, sinks, H] float32
     """A query at position p attends to its window and to entries w < (p + 1) // ratio. Raises ValueError on shapes.
 
-    On a GPU with kernels it is one for what `gpu_attention.supports`, decode steps above all; else the jnp path.
+    On a GPU with kernels it is one for what `gpu_attention.supports`, else the jnp path.
     """
     check_shapes("hca_attention", q, blocks, window_pages, sink)
     check_shapes("hca_attention", q, blocks, entry_pages, sink)
@@ -37,8 +37,8 @@ def hca_attention(
         run = tpu_attention.attend(q, blocks, *pages, None, sink, **sizes, **kernel)
     elif gpu_attention.supports(q, list(pages), target):
         keys = [
-            gpu_attention.window_keys(blocks, window_pages, window),
-            gpu_attention.visible_keys(blocks, entry_pages, ratio),
+            gpu_attention.window_keys(blocks, window_pages, window, q.shape[1]),
+            gpu_attention.visible_keys(blocks, entry_pages, ratio, q.shape[1]),
         ]
         run = gpu_attention.attend(q, keys, sink, **kernel)
     else:

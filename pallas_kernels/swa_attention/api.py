@@ -26,14 +26,15 @@ def swa_attention(
 ) -> jax.Array:  # [NB, B, sinks, H] float32
     """Each query attends to the last `window` positions of its row, itself included. Raises ValueError on shapes.
 
-    On a GPU with kernels it is one for what `gpu_attention.supports`, decode steps above all; else the jnp path.
+    On a GPU with kernels it is one for what `gpu_attention.supports`, else the jnp path.
     """
     check_shapes("swa_attention", q, blocks, window_pages, sink)
     kernel: Any = {"scale": scale, "target": target, "partial": window_pages.count > 1}
     if target.has_tpu_kernels:
         run = tpu_attention.attend(q, blocks, window_pages, None, None, sink, window=window, ratio=1, **kernel)
     elif gpu_attention.supports(q, [window_pages], target):
-        run = gpu_attention.attend(q, [gpu_attention.window_keys(blocks, window_pages, window)], sink, **kernel)
+        keys = [gpu_attention.window_keys(blocks, window_pages, window, q.shape[1])]
+        run = gpu_attention.attend(q, keys, sink, **kernel)
     else:
         run = reference.attend_window(q, blocks, window_pages, window=window, scale=scale)
     return finish(run, q, sink, window_pages)

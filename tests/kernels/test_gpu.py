@@ -1,4 +1,4 @@
-"""The GPU kernels of decode attention: equal to the jnp path in interpret mode, no races, compiled for real GPUs."""
+"""The GPU kernel of attention: equal to the jnp path in interpret mode, no races, compiled for real GPUs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from benchmarks.kernel_compile import compile_apart
+from benchmarks.kernel_compile import Compiled, compile_apart
+from benchmarks.kernel_cost import kernels
 from dsjax import aot
-from pallas_kernels import gpu_attention
+from pallas_kernels import all_cases, gpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.csa_attention import csa_attention
+from pallas_kernels.gpu_attention import softmax
 from pallas_kernels.hca_attention import hca_attention
 from pallas_kernels.online_softmax import Running
 from pallas_kernels.swa_attention import reference, swa_attention
@@ -25,6 +27,7 @@ from tests.kernels import gpu_cases
 
 plgpu: Any = mosaic_gpu  # whose interpreter only JAX 0.12 has
 GPU = Target("gpu", "sm_90a", interpret=True)
+GPUS = [("h100", "sm_90a"), ("b200", "sm_100a")]
 NEEDS_KERNELS = pytest.mark.skipif(not GPU.has_gpu_kernels, reason="GPU kernels need JAX 0.12")
 WIDTH, WINDOW, RATIO, NUM_PAGES = 256, 40, 8, 20
 EXACT = {"atol": 1e-5}  # float32 sums in another order
@@ -34,25 +37,34 @@ ROUNDED = {"atol": 2e-2}  # weights and keys in bfloat16; values are of order 1
 class _World:
     """Rows with window pages in a ring and entry pages, everything unwritten NaN, in layer 1 of 2; the last is unused.
 
-    Row 0's window begins inside a page, wraps around the ring and ends inside a page; row 1 has one key.
+    Row 0's window begins inside a page, wraps around the ring and ends inside a page; row 1 has one key and one query.
     """
 
     contexts = (150, 1)
 
-    def __init__(self, heads: int, dtype: Any = jnp.float32, window_epp: int = 64, entry_epp: int = 16):
+    def __init__(self, heads: int, dtype: Any = jnp.float32, block: int = 1, window_epp: int = 64, entry_epp: int = 16):
         self.rng = np.random.default_rng(3)
         self.dtype = dtype
         rows = len(self.contexts)
-        self.blocks = QueryBlocks(
-            jnp.array([*range(rows), 0]), jnp.array([*(n - 1 for n in self.contexts), 0]), jnp.array([1] * rows + [0])
-        )
-        self.q = jnp.asarray(self.rng.normal(size=(rows + 1, 1, heads, WIDTH)), dtype)
+        self.length = [*(min(block, n) for n in self.contexts), 0]
+        position = [*(n - have for n, have in zip(self.contexts, self.length, strict=False)), 0]
+        self.blocks = QueryBlocks(jnp.array([*range(rows), 0]), jnp.array(position), jnp.array(self.length))
+        self.q = jnp.asarray(self.rng.normal(size=(rows + 1, block, heads, WIDTH)), dtype)
         self.sink = jnp.asarray(self.rng.normal(size=heads), jnp.float32)
-        self.window = self._pages(window_epp, 2, lambda n: range(max(0, n - WINDOW), n))
+        self.window = self._pages(window_epp, 2, lambda n: range(max(0, n - block - WINDOW + 1), n))
         self.entry = self._pages(entry_epp, -(-32 // entry_epp), lambda n: range(n // RATIO))
-        index = np.full((rows + 1, 20), self.entry.max_entries, np.int32)  # row 0 has 11, the others none
-        index[0, :11] = self.rng.permutation(self.contexts[0] // RATIO)[:11]
-        self.chosen = jnp.asarray(index)
+        self.chosen = jnp.asarray(self._chosen(block))
+
+    def _chosen(self, block: int) -> np.ndarray:
+        """Row 0 has 11 entries, or each of its queries a random half; the others none."""
+        entries = self.contexts[0] // RATIO
+        if block > 1:
+            mask = np.zeros((len(self.length), block, self.entry.max_entries), bool)
+            mask[0, :, :entries] = self.rng.random((block, entries)) < 0.5
+            return mask
+        index = np.full((len(self.length), 20), self.entry.max_entries, np.int32)
+        index[0, :11] = self.rng.permutation(entries)[:11]
+        return index
 
     def _pages(self, epp: int, width: int, live) -> Pages:
         free = list(self.rng.permutation(NUM_PAGES))
@@ -77,35 +89,49 @@ class _World:
             out = csa_attention(self.q, self.blocks, *pages, self.chosen, self.sink, ratio=RATIO, **common)
         return np.asarray(out)
 
+    def check(self, kind: str, got: np.ndarray) -> None:
+        """What the GPU kernel got is what the jnp path gets, and 0 for queries not in use: no key but the sink."""
+        want = self.run(kind, CPU)
+        assert np.isfinite(got).all()
+        for r, length in enumerate(self.length):
+            exact = self.dtype == jnp.float32
+            np.testing.assert_allclose(got[r, :length], want[r, :length], **(EXACT if exact else ROUNDED))
+            assert np.abs(got[r, length:]).max(initial=0) == 0
+
 
 @NEEDS_KERNELS
 @pytest.mark.parametrize("kind", ["swa", "hca", "csa"])
 @pytest.mark.parametrize(("heads", "dtype"), [(8, jnp.float32), (64, jnp.float32), (8, jnp.bfloat16)])
 def test_decode_equals_the_jnp_path(kind, heads, dtype):
     world = _World(heads, dtype)
-    want, got = world.run(kind, CPU), world.run(kind, GPU)
-    assert np.isfinite(got).all()
-    np.testing.assert_allclose(got[:-1], want[:-1], **(EXACT if dtype == jnp.float32 else ROUNDED))
-    assert np.abs(got[-1]).max() == 0  # no key but the sink
+    world.check(kind, world.run(kind, GPU))
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(("kind", "heads", "block"), [("hca", 8, 4), ("csa", 8, 4), ("csa", 64, 2), ("swa", 128, 2)])
+def test_prefill_equals_the_jnp_path(kind, heads, block):
+    """A block of threads has four queries of eight heads, one of 64, or half of one of 128."""
+    world = _World(heads, block=block)
+    world.check(kind, world.run(kind, GPU))
 
 
 @NEEDS_KERNELS
 @pytest.mark.parametrize(("window_epp", "entry_epp"), [(32, 8), (96, 32)])
 def test_pages_smaller_and_larger_than_a_chunk(window_epp, entry_epp):
     world = _World(8, window_epp=window_epp, entry_epp=entry_epp)
-    np.testing.assert_allclose(world.run("hca", GPU)[:-1], world.run("hca", CPU)[:-1], **EXACT)
+    world.check("hca", world.run("hca", GPU))
 
 
 @NEEDS_KERNELS
-def test_more_heads_than_a_group_has():
+def test_more_heads_than_a_block_of_threads_has():
     world = _World(72)
-    np.testing.assert_allclose(world.run("swa", GPU)[:-1], world.run("swa", CPU)[:-1], **EXACT)
+    world.check("swa", world.run("swa", GPU))
 
 
 @NEEDS_KERNELS
 def test_a_part_of_the_softmax_is_what_the_jnp_path_has():
     world = _World(8)
-    keys = [gpu_attention.window_keys(world.blocks, world.window, WINDOW)]
+    keys = [gpu_attention.window_keys(world.blocks, world.window, WINDOW, 1)]
     got = gpu_attention.attend(world.q, keys, world.sink, scale=0.1, target=GPU, partial=True)
     assert isinstance(got, Running)
     want = reference.attend_window(world.q, world.blocks, world.window, window=WINDOW, scale=0.1)
@@ -120,17 +146,17 @@ def _detect_races():
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize("kind", ["hca", "csa"])
-def test_no_races_between_two_warpgroups(kind):
-    world = _World(32)
+@pytest.mark.parametrize(("kind", "block"), [("csa", 1), ("csa", 2)])
+def test_no_races_between_two_warpgroups(kind, block):
+    world = _World(32 // block, block=block)
     with _detect_races():
         got = world.run(kind, GPU)
-    np.testing.assert_allclose(got[:-1], world.run(kind, CPU)[:-1], **EXACT)
+    world.check(kind, got)
 
 
 @NEEDS_KERNELS
 def test_a_missing_barrier_is_found(monkeypatch):
-    monkeypatch.setattr(gpu_attention._Softmax, "meet", lambda self: None)
+    monkeypatch.setattr(softmax.Softmax, "meet", lambda self: None)
     try:
         with _detect_races(), pytest.raises(Exception, match="race"):
             _World(32).run("hca", GPU)
@@ -147,8 +173,10 @@ def test_the_path_is_chosen_from_shapes_and_target():
 
     h100 = Target("gpu", "sm_90a")
     assert supports(h100) is h100.has_gpu_kernels is (jax.__version_info__ >= (0, 12))
+    for heads in (8, 64, 128):
+        assert supports(h100, q_shape=(4, 16, heads, 512)) is h100.has_gpu_kernels
     assert not supports(Target("gpu")) and not supports(CPU) and not supports(Target("tpu", "v6e"))
-    assert not supports(h100, q_shape=(4, 2, 64, 512))
+    assert not supports(h100, q_shape=(4, 16, 72, 512))
     assert not supports(h100, q_shape=(4, 1, 64, 576))
     assert not supports(h100, dtype=jnp.float32)
     assert not supports(h100, epp=4) and not supports(h100, epp=48)
@@ -165,23 +193,60 @@ def test_generations_by_compute_capability():
 
 
 @NEEDS_KERNELS
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "architecture"), [("h100", "sm_90a"), ("b200", "sm_100a")])
-def test_compiles_without_spills(name, architecture):
-    missing = aot.missing_packages(aot.CHIPS[name])
+def test_the_bytes_by_hand():
+    def bytes_moved(name: str) -> int:
+        case = next(case for case in all_cases.cases() if case.name == name)
+        trace = jax.make_jaxpr(lambda arrays: case.call(Target("gpu", "sm_90a"), **arrays))
+        return sum(kernel.bytes_moved for kernel in kernels(trace(case.arrays)))
+
+    # 64 rows, 64 heads of 512: queries in bfloat16, results in float32; 128 keys of a window, on two pages
+    q, out, key, window = 64 * 64 * 512 * 2, 64 * 64 * 512 * 4, 512 * 2, 128 * 512 * 2 + 2 * 4
+    assert bytes_moved("swa_attention flash decode bfloat16") == q + out + 64 * window
+    # and 32,768 / 128 entries on pages of 16; or 512 chosen ones
+    assert bytes_moved("hca_attention flash decode bfloat16") == q + out + 64 * (window + 256 * key + 16 * 4)
+    assert bytes_moved("csa_attention flash decode bfloat16") == q + out + 64 * (window + 512 * (key + 4))
+    # 192 blocks of 16 queries: 15 keys more; 32,768 / 4 entries on pages of 64, with a bit for each query
+    q, out = (192 * 16 * x // 64 for x in (q, out))
+    window, entries = 143 * key + 3 * 4, 8192 * key + 128 * 4 + 16 * 8192 // 8
+    assert bytes_moved("csa_attention flash prefill bfloat16") == q + out + 192 * (window + entries)
+
+
+def _compile(gpu: str, cases: str = "") -> dict[str, Compiled]:
+    missing = aot.missing_packages(aot.CHIPS[gpu])
     if missing and os.environ.get("CI") != "true":
         pytest.skip(f"needs the packages {', '.join(missing)}")
-    results = {case.name: case for case in compile_apart(name, cases="tests.kernels.gpu_cases")}
-    wgmma = results.pop(gpu_cases.WGMMA)
-    assert not [case for case in results.values() if case.error]
-    compiled = [case for case in results.values() if case.kernels]
-    assert len(compiled) >= 9
-    pool_bytes = 2 * 20 * 1000 * 16 * 512  # of the smallest pool, which is never copied
-    for case in compiled:
-        assert case.architectures == [architecture] and 100 < case.registers <= 255, case
+    return {case.name: case for case in compile_apart(gpu, cases=cases)}
+
+
+def _check(cases: list[Compiled], architecture: str) -> None:
+    """Pools are never copied; queries padded to 16 rows and masks packed to bits are."""
+    pool_bytes = 2 * 20 * 1000 * 16 * 512  # of the smallest
+    for case in cases:
+        assert case.error == "" and case.architectures == [architecture] and 100 < case.registers <= 255, case
         assert case.spill_bytes == 0 and case.temp_bytes < pool_bytes // 50, case
+
+
+@NEEDS_KERNELS
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpu", "architecture"), GPUS)
+def test_compiles_without_spills(gpu, architecture):
+    compiled = _compile(gpu, "tests.kernels.gpu_cases")
+    wgmma = compiled.pop(gpu_cases.WGMMA)
+    assert list(compiled) == [case.name for case in gpu_cases.cases()][:-1]
+    _check(list(compiled.values()), architecture)
     # Blackwell has no wgmma: what accepts it for a B200 compiled for something else, or not at all.
     if architecture == "sm_90a":
         assert wgmma.error == "" and wgmma.architectures == [architecture]
     else:
         assert "wgmma" in wgmma.error and "sm_100a" in wgmma.error
+
+
+@NEEDS_KERNELS
+@pytest.mark.matrix
+@pytest.mark.parametrize(("gpu", "architecture"), GPUS)
+def test_every_case_compiles_without_spills(gpu, architecture):
+    compiled = _compile(gpu)
+    assert not [case for case in compiled.values() if case.error]
+    attention = [case for name, case in compiled.items() if "_attention " in name]
+    assert len(attention) == 18 and all(case.kernels for case in attention)
+    _check([case for case in compiled.values() if case.kernels], architecture)
