@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import tpu, tuning, xla
+from pallas_kernels.grouped_matmul import gpu, tpu, tuning, xla
 from pallas_kernels.target import CPU, Target
 
 
@@ -66,4 +66,6 @@ def grouped_matmul(
         raise ValueError(f"grouped_matmul: weights {weights.shape} do not fit x {x.shape}")
     if target.has_tpu_kernels:
         return tpu.grouped_matmul(x, weights, tiles.group, tiles.num_tiles, scale, target=target)
+    if gpu.supports(x, weights, tiles.tile_rows, target):
+        return gpu.grouped_matmul(x, weights, tiles.group, tiles.num_tiles, scale, target=target)
     return xla.grouped_matmul(x, weights, tiles.group, tiles.num_tiles, scale)
