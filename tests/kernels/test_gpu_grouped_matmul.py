@@ -1,7 +1,8 @@
-"""The GPU kernel of the grouped matmul, interpreted: every form of the weights, groups of all kinds, no races."""
+"""The GPU kernel of the grouped matmul: every form of the weights, groups of all kinds, no races, compiled for GPUs."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
+from benchmarks.kernel_compile import compile_apart
+from dsjax import aot
+from pallas_kernels import all_cases
 from pallas_kernels.dequantize import dequantize
 from pallas_kernels.grouped_matmul import Tiles, gpu, grouped_matmul, reference
 from pallas_kernels.target import CPU, Target
@@ -128,3 +132,29 @@ def test_the_path_is_chosen_from_shapes_and_target():
     assert not supports(h100, k=4096 + 64) and not supports(h100, n=4096 + 128)
     assert not supports(h100, rows=8) and not supports(h100, rows=256)
     assert not supports(h100, dtype=jnp.float32) and not supports(h100, weights=jnp.float32)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(("name", "architecture"), [("h100", "sm_90a"), ("b200", "sm_100a")])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param("flash w13", marks=pytest.mark.slow),
+        pytest.param("flash w2", marks=pytest.mark.matrix),
+        pytest.param("pro w13", marks=pytest.mark.matrix),
+    ],
+)
+def test_compiles_without_spills_and_copies_no_weights(name, architecture, shape):
+    missing = aot.missing_packages(aot.CHIPS[name])
+    if missing and os.environ.get("CI") != "true":
+        pytest.skip(f"needs the packages {', '.join(missing)}")
+    cases = {case.name: case for case in all_cases.cases()}
+    results = list(compile_apart(name, only=f"grouped_matmul {shape}"))
+    assert len(results) == 6
+    for case in results:
+        assert case.error == "" and case.architectures == [architecture], case
+        assert case.spill_bytes == 0 and case.registers <= 255, case
+        # Beside its inputs: the result with even and odd columns apart, and FP4's rows so; larger ones are weights.
+        rows, k = cases[case.name].arrays["x"].shape
+        n = cases[case.name].arrays["weights"].shape[2]
+        assert case.temp_bytes <= rows * (2 * k + 4 * n), case
