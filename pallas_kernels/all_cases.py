@@ -5,6 +5,7 @@ from __future__ import annotations
 from pallas_kernels import attention_cases
 from pallas_kernels.case import Case
 from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
+from pallas_kernels.indexer_topk import cases as indexer_cases
 from pallas_kernels.mhc_mix import cases as mhc_cases
 
 FORMS = ("bf16", "fp8", "fp4")  # of experts' weights
@@ -14,6 +15,7 @@ def cases() -> list[Case]:
     """At the shapes of Flash and Pro, as one device of several has them."""
     return [
         *(case for kind in ("swa", "hca", "csa") for case in attention_cases.cases(kind)),
+        *indexer_cases.cases(),
         *mhc_cases.cases(),
         *(case for form in FORMS for case in grouped_matmul_cases.cases(form)),
     ]
@@ -22,6 +24,7 @@ def cases() -> list[Case]:
 def small_cases() -> list[Case]:
     """The same operations at sizes that a CPU can run."""
     return [
+        *indexer_cases.cases(indexer_cases.SMALL),
         *mhc_cases.cases(mhc_cases.SMALL),
         *(case for form in FORMS for case in grouped_matmul_cases.cases(form, grouped_matmul_cases.SMALL)),
     ]

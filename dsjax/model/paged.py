@@ -160,6 +160,7 @@ class _LayerStep:
                 self._pages(EntryKind.INDEX_KEY, self.nth),
                 ratio=ratio,
                 k=config.index_topk,
+                target=self.target,
             )
             if self.tap is not None:
                 self.tap("index_mask", chosen)

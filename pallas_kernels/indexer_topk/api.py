@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.blocks import Pages, QueryBlocks
-from pallas_kernels.indexer_topk import reference
+from pallas_kernels.indexer_topk import reference, tpu
 from pallas_kernels.indexer_topk.reference import index_scores, top_k_mask
+from pallas_kernels.target import CPU, Target
 
 __all__ = ["index_scores", "indexer_topk", "top_k_mask"]
 
@@ -19,16 +20,20 @@ def indexer_topk(
     *,
     ratio: int,
     k: int,
+    target: Target = CPU,
 ) -> jax.Array:
     """The k best-scoring entries among the visible ones (all, if fewer); ties go to the lowest index.
 
     Returns a mask [NB, B, max_entries] bool for B > 1, and for B = 1 indices [NB, k'] int32 (k' = min(k,
     max_entries); max_entries where there is none), since a decode row gathers its entries and a block shares them.
-    Where several devices share the pages the choice is among the entries of all, and each gets those of its own.
+    Where several devices share the pages the choice is among the entries of all, and each gets those of its own; then,
+    and on all but a TPU, it is the jnp path, which has the scores [NB, B, entries here] in memory.
     Raises ValueError for shapes that do not fit.
     """
     if q.ndim != 4 or weights.shape != q.shape[:3]:
         raise ValueError(f"indexer_topk: weights {weights.shape} must be {q.shape[:3]}")
     if key_pages.pool.shape[2] != q.shape[3]:
         raise ValueError(f"indexer_topk: keys {key_pages.pool.shape} do not fit q {q.shape}")
+    if target.has_tpu_kernels and key_pages.count == 1 and key_pages.max_entries > k:
+        return tpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)
     return reference.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k)

@@ -21,7 +21,8 @@ from pallas_kernels.target import Target
 GENERATIONS = [name for name, target in aot.CHIPS.items() if target.platform == "tpu"]
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 ATTENTION = [case for case in all_cases.cases() if "window_pool" in case.arrays]
-OTHERS = [case for case in all_cases.cases() if "window_pool" not in case.arrays]
+INDEXER = [case for case in all_cases.cases() if case.name.startswith("indexer_topk")]
+OTHERS = [case for case in all_cases.cases() if not any("pool" in name for name in case.arrays)]
 
 
 def pairs(cases: list[Case]):
@@ -52,14 +53,27 @@ def compile_case(case: Case, generation: str):
 @pytest.mark.parametrize(("case", "generation"), pairs(ATTENTION))
 def test_cache_readers_compile_and_copy_no_pool(case, generation):
     compiled = compile_case(case, generation)
+    check_pools_are_not_copied(case, compiled)
+
+
+def check_pools_are_not_copied(case: Case, compiled) -> None:
     text = compiled.as_text() or ""
-    for pool in (case.arrays["window_pool"], case.arrays.get("entry_pool")):
-        if pool is not None:
-            dims = ",".join(map(str, pool.shape))
-            assert f"[{dims}]" in text and f"[{dims}]" not in "".join(
-                line.split("copy(")[0] for line in text.splitlines() if " copy(" in line
-            )
-            assert compiled.memory_analysis().temp_size_in_bytes < math.prod(pool.shape) * pool.dtype.itemsize // 10
+    for pool in (shape for name, shape in case.arrays.items() if name.endswith("pool")):
+        dims = ",".join(map(str, pool.shape))
+        assert f"[{dims}]" in text and f"[{dims}]" not in "".join(
+            line.split("copy(")[0] for line in text.splitlines() if " copy(" in line
+        )
+        assert compiled.memory_analysis().temp_size_in_bytes < math.prod(pool.shape) * pool.dtype.itemsize // 10
+
+
+@pytest.mark.parametrize(("case", "generation"), pairs(INDEXER))
+def test_scores_of_the_indexer_are_not_in_memory(case, generation):
+    compiled = compile_case(case, generation)
+    check_pools_are_not_copied(case, compiled)
+    num_blocks, block = case.arrays["q"].shape[:2]
+    scores = num_blocks * block * case.arrays["table"].shape[1] * case.arrays["pool"].shape[1] * 4
+    # What there is: the weights in another layout, and six numbers a block.
+    assert compiled.memory_analysis().temp_size_in_bytes < scores // 10
 
 
 @pytest.mark.parametrize(("case", "generation"), pairs(OTHERS))
