@@ -54,4 +54,4 @@ def time_case(case: Case, device: Any, repeat: int) -> Timed:
 
 
 def _kernels(case: Case, target: Target) -> list[Kernel]:
-    return kernels(jax.make_jaxpr(lambda arrays: case.call(target, **arrays))(case.arrays))
+    return kernels(jax.make_jaxpr(lambda arrays: case.call(target, **arrays))(case.inputs(target)))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import jax
 from absl import flags
 from tqdm import tqdm
 
@@ -98,7 +99,7 @@ def measure(parts: int, context: int, num_rows: int, repeat: int) -> Measured:
     bucket = runner.buckets.choose([[1] * num_rows])
     text = runner.lower(bucket).compile().as_text() or ""
     found = [c for c in collectives(text) if not c.conditional]
-    pages = sum(pool.nbytes for pool in runner.cache.pools.values()) // parts
+    pages = sum(array.nbytes for array in jax.tree.leaves(runner.cache.pools)) // parts
     states = sum(x.nbytes for x in runner.cache.states.values())
     assert pages + states == runner.spec.num_bytes()
     return Measured(

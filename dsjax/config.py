@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dsjax.errors import ConfigError
+from pallas_kernels.entry_format import KEY_FORMATS, LATENT_FORMATS
 
 
 class LayerKind(enum.Enum):
@@ -328,12 +329,26 @@ class CacheConfig:
     num_snapshots: int = 64  # state slots kept for prefix snapshots
     num_gpu_blocks_override: int = 0
     cache_memory_bytes: int = 4 << 30
-    kv_cache_dtype: str = "auto"  # auto (the activations' dtype), float32, bfloat16
+    kv_cache_dtype: str = "auto"  # auto (the activations'), float32, bfloat16, int8, fp8, fp8_fp4 (fp4 index keys)
+    window_cache_dtype: str = "auto"  # of window entries alone; auto is kv_cache_dtype
+    index_cache_dtype: str = "auto"  # of index keys alone, also fp4; auto is kv_cache_dtype
+
+    def entry_format(self, kind: str, dtype: str) -> str:
+        """The format of entries of a kind (window, csa, index_key or hca); `dtype` is the activations'."""
+        own = {"window": self.window_cache_dtype, "index_key": self.index_cache_dtype}.get(kind, "auto")
+        if own != "auto":
+            return own
+        if self.kv_cache_dtype == "auto":
+            return dtype
+        latent, _, key = self.kv_cache_dtype.partition("_")
+        return key or latent if kind == "index_key" else latent
 
     def __post_init__(self):
         _at_least(self, 1, "block_size prefix_unit_tokens snapshot_interval_tokens cache_memory_bytes")
         _at_least(self, 0, "num_snapshots num_gpu_blocks_override")
-        _one_of(self, "kv_cache_dtype", ("auto", "float32", "bfloat16"))
+        _one_of(self, "kv_cache_dtype", ("auto", *LATENT_FORMATS, "fp8_fp4"))
+        _one_of(self, "window_cache_dtype", ("auto", *LATENT_FORMATS))
+        _one_of(self, "index_cache_dtype", ("auto", *KEY_FORMATS))
 
 
 @dataclass(frozen=True, kw_only=True)

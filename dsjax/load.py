@@ -26,7 +26,7 @@ from dsjax.model.stages import Stages
 from dsjax.runner.runner import Runner
 from dsjax.sharding import Placement, Rules, make_mesh
 from dsjax.tokenizer import Tokenizer
-from pallas_kernels.target import CPU
+from pallas_kernels.target import CPU, Target
 
 log = logging.getLogger("dsjax")
 
@@ -107,15 +107,16 @@ def make_runner(
     stages = Stages.of(config, parallel.pipeline_parallel_size)
     platform = mesh.devices.flat[0].platform
     compute = resolve_dtype(dtype, platform)
-    stored = compute if cache.kv_cache_dtype == "auto" else jnp.dtype(cache.kv_cache_dtype)
+    target = CPU if kernels == "jnp" else Target.of(mesh.devices.flat[0])
     spec = CacheSpec.of(
         stages.config,
         cache,
         scheduler,
         max_model_len,
-        stored.itemsize,
+        compute.name,
         num_mtp_layers=int(with_mtp),
         num_parts=parallel.kv_parallel,
+        tiled=target.has_tpu_kernels,
     )
     form: Any = {
         "with_mtp": with_mtp,
@@ -138,9 +139,8 @@ def make_runner(
         active=stages.active,
         num_microbatches=parallel.num_microbatches or parallel.pipeline_parallel_size,
         dtype=compute,
-        cache_dtype=stored,
         abstract=read is None,
-        target=CPU if kernels == "jnp" else None,
+        target=target,
         **options,
     )
     return runner, max_model_len

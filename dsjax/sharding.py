@@ -201,7 +201,7 @@ def by_shard(mesh: Mesh) -> NamedSharding:
 
 
 def pools(mesh: Mesh) -> NamedSharding:
-    """Of cache pools [stages * shards * layers * pages, entries, width]."""
+    """Of cache pools [stages * shards * layers * pages, a page's entries or rows of them, ...]."""
     return NamedSharding(mesh, PartitionSpec((STAGE, DATA), KV))
 
 

@@ -1,8 +1,9 @@
 """How queries and pages are laid out for every attention kernel.
 
 Queries come in blocks: B consecutive tokens of one row, the last block of a row partly filled. A decode step has B = 1.
-Pools are [layers * pages, entries_per_page, width]; a page table holds page ids of one layer, the same for every layer
-of a kind, so layer l reads page `id + l * pages`. Page ids of unused table places may be anything: they are masked.
+Pools hold the pages of all layers, in one of several formats (`entry_format`); a page table holds page ids of one
+layer, the same for every layer of a kind, so layer l reads page `id + l * pages`. Page ids of unused table places may
+be anything: they are masked.
 
 Where several devices share a cache, every page's entries are dealt out over them: entry e of a row is on device
 e % count, as the (e // count)-th entry there. Ids and tables are the same on all; each reads its entries, and what
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import collectives
+from pallas_kernels.pool import Pool
 
 
 class QueryBlocks(NamedTuple):
@@ -30,7 +32,7 @@ class QueryBlocks(NamedTuple):
 class Pages(NamedTuple):
     """One layer's view of a paged pool, or of the part of it that this device holds."""
 
-    pool: jax.Array  # [layers * num_pages, entries_per_page, width], or an entry as [width / 128, 128]
+    pool: Pool
     table: jax.Array  # [R, P] int32, page ids in [0, num_pages)
     layer: int | jax.Array
     num_pages: int
@@ -48,12 +50,12 @@ class Pages(NamedTuple):
 
     @property
     def entries_per_page(self) -> int:
-        return self.pool.shape[1]
+        return self.pool.entries_per_page
 
     @property
     def max_entries(self) -> int:
         """Entries of a row that fit here."""
-        return self.table.shape[1] * self.pool.shape[1]
+        return self.table.shape[1] * self.entries_per_page
 
     def num_here(self, num_entries: jax.Array) -> jax.Array:
         """How many of a row's first `num_entries` entries are here."""
@@ -79,19 +81,21 @@ class Pages(NamedTuple):
         entry = page * self.entries_per_page + place % self.entries_per_page
         return count, jnp.where(used, entry, 0).astype(jnp.int32)
 
-    def read_pages(self, row: jax.Array, first_page: jax.Array, count: int) -> jax.Array:
-        """Whole pages first_page .. first_page + count of each row in row [NB] -> [NB, count * entries, width]."""
+    def read_pages(self, row: jax.Array, first_page: jax.Array, count: int, dtype: jnp.dtype) -> jax.Array:
+        """Whole pages first_page .. first_page + count of each row in row [NB] -> [NB, count * entries, width].
+
+        Quantised entries are given in `dtype`, others in their own.
+        """
         ids = jax.lax.dynamic_slice_in_dim(self.table, first_page, count, axis=1)[row]
-        pages = self.pool.at[ids + self.layer * self.num_pages].get(mode="clip")
+        pages = self.pool.take_pages(ids + self.layer * self.num_pages, dtype)
         return pages.reshape(row.shape[0], count * self.entries_per_page, -1)
 
-    def read_rows(self, row: jax.Array, index: jax.Array, valid: jax.Array) -> jax.Array:
+    def read_rows(self, row: jax.Array, index: jax.Array, valid: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """The index-th entries here, index [NB, K] (a ring over the table) of rows row [NB]; zero where not `valid`."""
         epp, width = self.entries_per_page, self.table.shape[1]
         # The layer comes in last, so that what comes before is the same for every layer and computed once.
         place = jax.lax.rem(jax.lax.div(index, epp), width)
         page = self.table[row[:, None], place]
         slot = page * epp + jax.lax.rem(index, epp)
-        flat = self.pool.reshape(self.pool.shape[0] * epp, -1)
-        rows = flat.at[slot + self.layer * self.num_pages * epp].get(mode="clip")
+        rows = self.pool.take_entries(slot + self.layer * self.num_pages * epp, dtype)
         return jnp.where(valid[..., None], rows, 0)

@@ -11,19 +11,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-from pallas_kernels.target import Target
+from pallas_kernels.pool import PoolShape
+from pallas_kernels.target import CPU, Target
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """`call(target, **arrays)` runs the operation; `arrays` are its inputs, nested as they come.
 
-    An input is a jax.ShapeDtypeStruct where any values will do, a numpy array where they say what work there is.
+    An input is a jax.ShapeDtypeStruct where any values will do, a numpy array where they say what work there is, or a
+    PoolShape.
     """
 
     name: str
     call: Callable[..., Any]
     arrays: dict[str, Any]
+
+    def inputs(self, target: Target = CPU) -> dict[str, Any]:
+        """The arrays as a target has them: pages that a TPU's kernels read are tiled."""
+
+        def abstract(x: Any) -> Any:
+            return x.abstract(target.has_tpu_kernels and x.format.can_tile()) if isinstance(x, PoolShape) else x
+
+        return jax.tree.map(abstract, self.arrays, is_leaf=lambda x: isinstance(x, PoolShape))
 
     def lower(self, device: Any) -> jax.stages.Lowered:
         """For compilation on a device that need not be there."""
@@ -32,7 +42,7 @@ class Case:
     def stages(self, device: Any) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
         """The traced program, whose kernels say what they cost, and as `lower` gives it."""
         target, sharding = Target.of(device), SingleDeviceSharding(device)
-        arrays = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), self.arrays)
+        arrays = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), self.inputs(target))
         if target.platform == "gpu":  # "gpu" is no compiler's name
             kind = AbstractDevice(device.device_kind, None, platform="cuda")
         else:
@@ -54,7 +64,7 @@ class Case:
                 return rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype)
             return rng.integers(0, 2 if leaf.dtype == bool else 100, leaf.shape).astype(leaf.dtype)
 
-        return jax.tree.map(fill, self.arrays)
+        return jax.tree.map(fill, self.inputs())
 
 
 def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

@@ -28,7 +28,7 @@ def dequantize(codes: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Arra
         k, n = 2 * codes.shape[-2], codes.shape[-1]
         _check(codes, scale, (-(-k // FP4_BLOCK), n), jnp.uint8)
         pair = jax.lax.bitcast_convert_type(codes, jnp.uint8)
-        values = jnp.stack([_sixty_fourth(pair & 15), _sixty_fourth(pair >> 4)], axis=-2)
+        values = jnp.stack([e2m1_sixty_fourth(pair & 15), e2m1_sixty_fourth(pair >> 4)], axis=-2)
         values = values.reshape(*codes.shape[:-2], k, n).astype(dtype)
         # 64 times 2 ** (b - 127): a normal number also for b = 0, whose own value devices flush to zero.
         bits = (scale.astype(jnp.uint32) + 6) << 23
@@ -37,7 +37,7 @@ def dequantize(codes: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Arra
     raise ValueError(f"dequantize: codes of {codes.dtype} must be float8_e4m3fn (FP8) or int8 (packed FP4)")
 
 
-def _sixty_fourth(code: jax.Array) -> jax.Array:
+def e2m1_sixty_fourth(code: jax.Array) -> jax.Array:
     """E2M1 codes 0..15, uint8 -> E4M3: the same sign, exponent and mantissa bits there are the value / 64."""
     return jax.lax.bitcast_convert_type(((code & 8) << 4) | ((code & 7) << 2), jnp.float8_e4m3fn)
 

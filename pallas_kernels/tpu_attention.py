@@ -26,6 +26,12 @@ from pallas_kernels.tpu_softmax import LANES, Softmax, as_keys, stream
 _VMEM_LIMIT = 100 << 20  # of 128 MiB on v5e and v6e, 64 MiB a core on v5p and tpu7x, where blocks are tuned smaller
 
 
+def supports(pages: list[Pages], target: Target) -> bool:
+    """Whether the TPU kernels take these: floats of whole lanes, or of any width where they are interpreted."""
+    whole = all(p.pool.format.can_tile() for p in pages) or target.interpret
+    return target.has_tpu_kernels and whole and not any(p.pool.format.quantised for p in pages)
+
+
 def attend(
     q: jax.Array,  # [NB, B, N, H]
     blocks: QueryBlocks,
@@ -58,8 +64,8 @@ def attend(
     add(q.reshape(num_blocks, rows, width), pl.BlockSpec((1, rows, width), lambda i, _: (i, 0, 0)))
     add(jnp.tile(sink.astype(jnp.float32), block)[:, None], pl.BlockSpec((rows, 1), lambda i, _: (0, 0)))
     for pages in segments:
-        add(pages.pool, pl.BlockSpec(memory_space=pl.ANY))
-    scratch: list[Any] = [pltpu.VMEM((2, *pages.pool.shape[1:]), pages.pool.dtype) for pages in segments]
+        add(pages.pool.values, pl.BlockSpec(memory_space=pl.ANY))
+    scratch: list[Any] = [pltpu.VMEM((2, *pages.pool.values.shape[1:]), pages.pool.values.dtype) for pages in segments]
     if chosen is not None:
         assert entry_pages is not None
         # A bit a query, so that the mask of a page is one short row.
@@ -185,7 +191,7 @@ def _cost(q: jax.Array, segments: list[Pages], window: int, partial: bool) -> pl
     """Upper bounds from the shapes: every entry the tables can name is visible."""
     num_blocks, block, _, width = q.shape
     keys = min(window - 1 + block, segments[0].max_entries) + (segments[1].max_entries if len(segments) > 1 else 0)
-    page_bytes = segments[0].pool.dtype.itemsize * width
+    page_bytes = segments[0].pool.values.dtype.itemsize * width
     out_bytes = q.size * 4 + (2 * q.size // width * LANES * 4 if partial else 0)
     return pl.CostEstimate(
         flops=4 * q.size * keys,

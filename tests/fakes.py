@@ -176,7 +176,7 @@ def small_spec(
     model: ModelConfig, config: EngineConfig, max_model_len: int, num_pages: dict[EntryKind, int] | None = None
 ) -> CacheSpec:
     """The cache of an engine in tests; `num_pages` shrinks single pools, to make requests fight for pages."""
-    spec = CacheSpec.of(model, config.cache, config.scheduler, max_model_len, 4)
+    spec = CacheSpec.of(model, config.cache, config.scheduler, max_model_len)
     kinds = dict(spec.kinds)
     for kind, num in (num_pages or {}).items():
         kinds[kind] = dataclasses.replace(kinds[kind], num_pages=num)

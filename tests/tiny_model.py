@@ -128,7 +128,7 @@ class TinyRunner:
             )
             assert k.num_pages <= whole.kinds[kind].num_pages
         mesh = self.runner.mesh
-        self.cache = CacheState.create(whole, self.runner.config, jnp.dtype("float32"), math.nan, mesh)
+        self.cache = CacheState.create(whole, self.runner.config, math.nan, mesh)
         num_slots = self.num_shards * whole.num_slots
         shapes = SlotTables.create(num_slots, self.runner.config.vocab_size, by_shard(mesh))
         self.slots = jax.tree.map(lambda x: jnp.full_like(x, 77), shapes)  # another's leftovers

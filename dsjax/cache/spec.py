@@ -1,18 +1,20 @@
 """Which arrays the cache consists of and how many pages each pool has.  [no jax]
 
 A pool of pages is shared by all layers of a kind: page `i` of layer `l` is row `l * num_pages + i` of the kind's
-array `[num_layers * num_pages, entries_per_page, width]`. INDEX_KEY entries live and die with the CSA entries of the
-same tokens, so they have an array of their own but use CSA's page ids.
+arrays, whose pages are as `pallas_kernels.entry_format` has them. INDEX_KEY entries live and die with the CSA entries
+of the same tokens, so they have a pool of their own but use CSA's page ids.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 from dataclasses import dataclass
 
 from dsjax.config import CacheConfig, LayerKind, ModelConfig, SchedulerConfig
 from dsjax.errors import ConfigError
+from pallas_kernels.entry_format import EntryFormat, Shape
 
 
 class EntryKind(enum.StrEnum):
@@ -43,18 +45,26 @@ class KindSpec:
 
     kind: EntryKind
     num_layers: int
-    width: int  # values an entry
+    format: EntryFormat
     ratio: int  # tokens an entry
     entries_per_page: int
     num_pages: int  # of each layer
     table_width: int  # page-table columns of a request
     window: int | None = None  # WINDOW alone: the sliding window in tokens, the token itself included
-    gathered: bool = False  # read entry by entry, so that an entry must be whole tiles of memory
+    num_parts: int = 1  # devices that each hold a part of every page's entries
+    tiled: bool = False
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of the device array: [num_layers * num_pages, entries_per_page, width]."""
-        return self.num_layers * self.num_pages, self.entries_per_page, self.width
+    def array_shapes(self) -> tuple[Shape, ...]:
+        """Of the arrays of all layers' pages, on each device."""
+        gathered = self.kind is EntryKind.CSA  # read entry by entry
+        pages = self.format.page_shapes(self.entries_per_page // self.num_parts, self.tiled, gathered)
+        return tuple(((self.num_layers * self.num_pages, *page), dtype) for page, dtype in pages)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page in all layers, on each device."""
+        return sum(math.prod(shape) * _ITEM_BYTES[dtype] for shape, dtype in self.array_shapes) // self.num_pages
 
     def num_entries(self, num_tokens: int) -> int:
         """Entries that the first `num_tokens` tokens complete."""
@@ -77,8 +87,6 @@ class CacheSpec:
     max_request_tokens: int  # the longest request the pools can hold, at most max_model_len
     max_chunk_tokens: int  # the most tokens of one request that a step may add
     state_values: int  # float32 values of one STATE slot, all layers
-    bytes_per_value: int  # of an entry
-    num_parts: int = 1  # devices that each hold a part of every page's entries
 
     @property
     def pool_kinds(self) -> tuple[EntryKind, ...]:
@@ -95,8 +103,13 @@ class CacheSpec:
 
     def num_bytes(self) -> int:
         """Bytes of all arrays, pages and STATE, on each device of a data shard."""
-        pages = sum(math.prod(kind.shape) for kind in self.kinds.values()) * self.bytes_per_value
-        return pages // self.num_parts + self.num_state_slots * self.state_values * 4
+        pages = sum(kind.num_pages * kind.page_bytes for kind in self.kinds.values())
+        return pages + self.num_state_slots * self.state_values * 4
+
+    def bytes_per_token(self) -> float:
+        """Bytes that a token more adds to a long request's full pages, on each device."""
+        kinds = [kind for kind in self.kinds.values() if kind.window is None]
+        return sum(kind.page_bytes / (kind.entries_per_page * kind.ratio) for kind in kinds)
 
     @classmethod
     def of(
@@ -105,42 +118,41 @@ class CacheSpec:
         cache: CacheConfig,
         scheduler: SchedulerConfig,
         max_model_len: int,
-        bytes_per_value: int,
+        dtype: str = "float32",
         num_mtp_layers: int = 0,
         num_parts: int = 1,
+        tiled: bool = False,
     ) -> CacheSpec:
-        """Sizes the pools of one data shard. `num_mtp_layers` MTP blocks have window rows of their own, after the
-        layers'. Each of `num_parts` devices holds that part of every page's entries, `block_size` of them.
+        """Sizes the pools of one data shard. `dtype` is the activations', which formats left to `auto` have.
+        `num_mtp_layers` MTP blocks have window rows of their own, after the layers'. Each of `num_parts` devices holds
+        that part of every page's entries, `block_size` of them. Pages are `tiled` where a TPU's kernels read them.
 
         Without `num_gpu_blocks_override`: for `max_num_seqs` requests of `max_model_len` and `num_snapshots` snapshots,
-        shrunk to `cache_memory_bytes`. Raises ConfigError when not even one request of some length fits.
+        shrunk to `cache_memory_bytes`. Raises ConfigError when not even one request of some length fits, or a format
+        cannot hold the model's entries.
         """
-        csa = model.layer_kinds.count(LayerKind.CSA)
-        hca = model.layer_kinds.count(LayerKind.HCA)
         block, window = cache.block_size * num_parts, model.sliding_window
         num_snapshots = cache.num_snapshots if cache.enable_prefix_caching else 0
+        csa, hca = model.layer_kinds.count(LayerKind.CSA), model.layer_kinds.count(LayerKind.HCA)
         state_values = csa * 9 * (model.head_dim + model.index_head_dim) + hca * 3 * model.head_dim
         state_bytes = (scheduler.max_num_seqs + num_snapshots) * state_values * 4
-        layouts = {  # layers, values of a page's entry in all its arrays, ratio, entries a page
-            EntryKind.WINDOW: (model.num_hidden_layers + num_mtp_layers, model.head_dim, 1, block),
-            EntryKind.CSA: (csa, model.head_dim + model.index_head_dim, model.csa_ratio, block),
-            EntryKind.HCA: (hca, model.head_dim, model.hca_ratio, max(1, cache.block_size // 4) * num_parts),
-        }
-        layouts = {kind: layout for kind, layout in layouts.items() if layout[0]}
-        page_bytes = {
-            kind: layers * width * entries * bytes_per_value // num_parts
-            for kind, (layers, width, _, entries) in layouts.items()
-        }
+        kinds = _layouts(model, cache, dtype, num_mtp_layers, num_parts, tiled)
+        pooled = {kind: layout for kind, layout in kinds.items() if kind is not EntryKind.INDEX_KEY}
+        page_bytes = {kind: layout.page_bytes for kind, layout in pooled.items()}
+        if EntryKind.CSA in kinds:  # a page has both
+            page_bytes[EntryKind.CSA] += kinds[EntryKind.INDEX_KEY].page_bytes
         if cache.num_gpu_blocks_override:
-            pages = _override_pages(cache, block, window, max_model_len, layouts)
+            pages = _override_pages(cache, block, window, max_model_len, pooled)
         else:
-            pages = _default_pages(scheduler, num_snapshots, window, max_model_len, layouts)
+            pages = _default_pages(scheduler, num_snapshots, window, max_model_len, pooled)
             chunk_pages = _span_pages(window - 1 + scheduler.max_num_batched_tokens, block)
             pages = _fit(pages, page_bytes, cache, scheduler, state_bytes, min(chunk_pages, -(-max_model_len // block)))
+        if EntryKind.CSA in kinds:
+            pages[EntryKind.INDEX_KEY] = pages[EntryKind.CSA]
 
         max_tokens, max_chunk = max_model_len, scheduler.max_num_batched_tokens
-        kinds: dict[EntryKind, KindSpec] = {}
-        for kind, (layers, _, ratio, entries) in layouts.items():
+        for kind, layout in kinds.items():
+            entries = layout.entries_per_page
             if kind is EntryKind.WINDOW:
                 # A chunk and the window before it, wherever they begin in a page, and a page to spare: no two live
                 # pages fall on one column of the ring.
@@ -149,29 +161,9 @@ class CacheSpec:
                 if pages[kind] * entries < max_model_len:
                     max_chunk = min(max_chunk, (pages[kind] - 1) * entries - window + 2)
             else:
-                width = -(-max_model_len // (ratio * entries))
-                max_tokens = min(max_tokens, pages[kind] * entries * ratio + ratio - 1)
-            kinds[kind] = KindSpec(
-                kind=kind,
-                num_layers=layers,
-                width=model.head_dim,
-                ratio=ratio,
-                entries_per_page=entries,
-                num_pages=pages[kind],
-                table_width=width,
-                window=window if kind is EntryKind.WINDOW else None,
-                gathered=kind is EntryKind.CSA,
-            )
-            if kind is EntryKind.CSA:
-                kinds[EntryKind.INDEX_KEY] = KindSpec(
-                    kind=EntryKind.INDEX_KEY,
-                    num_layers=layers,
-                    width=model.index_head_dim,
-                    ratio=ratio,
-                    entries_per_page=entries,
-                    num_pages=pages[kind],
-                    table_width=width,
-                )
+                width = -(-max_model_len // (layout.ratio * entries))
+                max_tokens = min(max_tokens, pages[kind] * entries * layout.ratio + layout.ratio - 1)
+            kinds[kind] = dataclasses.replace(layout, num_pages=pages[kind], table_width=width)
         unit = cache.prefix_unit_tokens
         return cls(
             kinds=kinds,
@@ -182,8 +174,6 @@ class CacheSpec:
             max_request_tokens=max_tokens,
             max_chunk_tokens=max_chunk,
             state_values=state_values,
-            bytes_per_value=bytes_per_value,
-            num_parts=num_parts,
         )
 
 
@@ -192,7 +182,48 @@ def _span_pages(num_rows: int, entries_per_page: int) -> int:
     return -(-(num_rows - 1) // entries_per_page) + 1
 
 
-_Layouts = dict[EntryKind, tuple[int, int, int, int]]
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "uint8": 1, "uint32": 4}
+_Layouts = dict[EntryKind, KindSpec]
+
+
+def _layouts(
+    model: ModelConfig, cache: CacheConfig, dtype: str, num_mtp_layers: int, num_parts: int, tiled: bool
+) -> _Layouts:
+    """The kinds that some layer has, each with one page still."""
+    csa, hca = model.layer_kinds.count(LayerKind.CSA), model.layer_kinds.count(LayerKind.HCA)
+    block = cache.block_size
+    found: _Layouts = {}
+
+    def add(kind: EntryKind, layers: int, ratio: int, entries: int, window: int | None = None) -> None:
+        if layers:
+            found[kind] = KindSpec(
+                kind=kind,
+                num_layers=layers,
+                format=_format(kind, model, cache, dtype),
+                ratio=ratio,
+                entries_per_page=entries * num_parts,
+                num_pages=1,
+                table_width=1,
+                window=window,
+                num_parts=num_parts,
+                tiled=tiled and _format(kind, model, cache, dtype).can_tile(),
+            )
+
+    add(EntryKind.WINDOW, model.num_hidden_layers + num_mtp_layers, 1, block, model.sliding_window)
+    add(EntryKind.CSA, csa, model.csa_ratio, block)
+    add(EntryKind.INDEX_KEY, csa, model.csa_ratio, block)
+    add(EntryKind.HCA, hca, model.hca_ratio, max(1, block // 4))
+    return found
+
+
+def _format(kind: EntryKind, model: ModelConfig, cache: CacheConfig, dtype: str) -> EntryFormat:
+    name = cache.entry_format(kind.value, dtype)
+    try:
+        if kind is EntryKind.INDEX_KEY:
+            return EntryFormat(name, model.index_head_dim)
+        return EntryFormat(name, model.head_dim, model.qk_rope_head_dim)
+    except ValueError as error:
+        raise ConfigError(f"kv_cache_dtype={cache.kv_cache_dtype!r} does not fit the model: {error}") from error
 
 
 def _override_pages(
@@ -208,8 +239,13 @@ def _override_pages(
     num_tokens = num_blocks * block
     return {
         kind: num_blocks if kind is EntryKind.WINDOW else max(1, -(-(num_tokens // ratio) // entries))
-        for kind, (_, _, ratio, entries) in layouts.items()
+        for kind, (ratio, entries) in _places(layouts).items()
     }
+
+
+def _places(layouts: _Layouts) -> dict[EntryKind, tuple[int, int]]:
+    """Tokens an entry and entries a page."""
+    return {kind: (layout.ratio, layout.entries_per_page) for kind, layout in layouts.items()}
 
 
 def _default_pages(
@@ -217,7 +253,7 @@ def _default_pages(
 ) -> dict[EntryKind, int]:
     num_seqs = scheduler.max_num_seqs
     pages = {}
-    for kind, (_, _, ratio, entries) in layouts.items():
+    for kind, (ratio, entries) in _places(layouts).items():
         if kind is EntryKind.WINDOW:
             # Chunks of all requests together are one step's budget; each also begins and ends inside a page.
             one = min(_span_pages(window, entries) + 1, -(-max_model_len // entries))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,29 +13,22 @@ from dsjax import sharding
 from dsjax.axes import DATA, STAGE
 from dsjax.cache.spec import CacheSpec, EntryKind, KindSpec
 from dsjax.config import LayerKind, ModelConfig
-from pallas_kernels.target import CPU, Target
+from pallas_kernels.pool import Pool
 
 
 class CacheState(NamedTuple):
-    """Pools [layers * pages, entries_per_page, width] and STATE [layers * slots, 3, channels] float32, by kind.
+    """Pools of pages and STATE [layers * slots, 3, channels] float32, by kind.
 
-    An entry's width may be in two axes, see `entry_shape`. STATE's middle axis is (maximum, denominator, weighted
+    STATE's middle axis is (maximum, denominator, weighted
     sum); its channels are those of `pallas_kernels.compress`.
     On a mesh the leading axes of all stages and data shards are joined, so that a device's part has the shapes above.
     """
 
-    pools: dict[EntryKind, jax.Array]
+    pools: dict[EntryKind, Pool]
     states: dict[EntryKind, jax.Array]
 
     @classmethod
-    def abstract(
-        cls,
-        spec: CacheSpec,
-        config: ModelConfig,
-        dtype: jnp.dtype,
-        mesh: Mesh | None = None,
-        target: Target = CPU,
-    ) -> CacheState:
+    def abstract(cls, spec: CacheSpec, config: ModelConfig, mesh: Mesh | None = None) -> CacheState:
         """The arrays' shapes on a mesh (or on the default device), without allocating any."""
         parts = mesh.shape[STAGE] * mesh.shape[DATA] if mesh else 1
         num_csa, num_hca = config.layer_kinds.count(LayerKind.CSA), config.layer_kinds.count(LayerKind.HCA)
@@ -43,14 +37,20 @@ class CacheState(NamedTuple):
             EntryKind.INDEX_KEY: (num_csa, 3 * config.index_head_dim),
             EntryKind.HCA: (num_hca, config.head_dim),
         }
-        pools = {
-            kind: jax.ShapeDtypeStruct(
-                (parts * kind_spec.shape[0], kind_spec.shape[1], *entry_shape(kind_spec, target)),
-                dtype,
-                sharding=mesh and sharding.pools(mesh),
-            )
-            for kind, kind_spec in spec.kinds.items()
-        }
+
+        def pool(kind_spec: KindSpec) -> Pool:
+            # What a device has, times the devices along the axes that the arrays are split over.
+            arrays: list[Any] = [
+                jax.ShapeDtypeStruct(
+                    (parts * shape[0], kind_spec.num_parts * shape[1], *shape[2:]),
+                    jnp.dtype(dtype),
+                    sharding=mesh and sharding.pools(mesh),
+                )
+                for shape, dtype in kind_spec.array_shapes
+            ]
+            return Pool(arrays[0], arrays[1] if len(arrays) > 1 else None, kind_spec.format, kind_spec.tiled)
+
+        pools = {kind: pool(kind_spec) for kind, kind_spec in spec.kinds.items()}
         states = {
             kind: jax.ShapeDtypeStruct(
                 (parts * layers * spec.num_state_slots, 3, channels),
@@ -63,24 +63,12 @@ class CacheState(NamedTuple):
         return cls(pools, states)  # type: ignore[arg-type]  # shapes in place of arrays
 
     @classmethod
-    def create(
-        cls,
-        spec: CacheSpec,
-        config: ModelConfig,
-        dtype: jnp.dtype,
-        fill: float = 0.0,
-        mesh: Mesh | None = None,
-        target: Target = CPU,
-    ) -> CacheState:
+    def create(cls, spec: CacheSpec, config: ModelConfig, fill: float = 0.0, mesh: Mesh | None = None) -> CacheState:
         """Fresh arrays; tests fill them with NaN, so that a read of something unwritten shows."""
-        return jax.tree.map(
-            lambda x: jnp.full(x.shape, fill, x.dtype, device=x.sharding),
-            cls.abstract(spec, config, dtype, mesh, target),
-        )
 
+        def new(x: jax.ShapeDtypeStruct) -> jax.Array:
+            # Codes and scales of all ones are NaN or infinite in every format whose codes can be.
+            value = fill if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).max * math.isnan(fill)
+            return jnp.full(x.shape, value, x.dtype, device=x.sharding)
 
-def entry_shape(spec: KindSpec, target: Target) -> tuple[int, ...]:
-    """How an entry's values lie: a TPU copies a single one only where it is whole tiles, [width / 128, 128]."""
-    if spec.gathered and target.has_tpu_kernels and not target.interpret:
-        return spec.width // 128, 128
-    return (spec.width,)
+        return jax.tree.map(new, cls.abstract(spec, config, mesh))

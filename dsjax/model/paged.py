@@ -196,7 +196,7 @@ class _LayerStep:
             self.tap("compressed_kv", entries)
 
     def _num_layers(self, kind: EntryKind) -> int:
-        return self.cache.pools[kind].shape[0] // self.num_pages[kind]
+        return self.cache.pools[kind].num_pages // self.num_pages[kind]
 
     def _write(self, kind: EntryKind, slots: jax.Array, entries: jax.Array, layer: int | jax.Array) -> None:
         parts = collectives.size(KV)

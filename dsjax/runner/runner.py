@@ -59,7 +59,6 @@ class Runner:
         scheduler: SchedulerConfig,
         mesh: Mesh,
         dtype: jnp.dtype,
-        cache_dtype: jnp.dtype | None = None,
         active: tuple[tuple[bool, ...], ...] = (),
         num_microbatches: int = 1,
         all_logits: bool = False,
@@ -79,15 +78,11 @@ class Runner:
         self.buckets = Buckets(scheduler, min_rows=2 if dtype == jnp.bfloat16 else 1)
         self.num_pages = {kind: kind_spec.num_pages for kind, kind_spec in spec.kinds.items()}
         self._by_shard = sharding.by_shard(mesh)
-        cache_dtype = cache_dtype or dtype
         tables = self.num_shards * spec.num_slots, config.vocab_size, self._by_shard
         if abstract:
-            self.cache, self.slots = (
-                CacheState.abstract(spec, config, cache_dtype, mesh, self.target),
-                SlotTables.abstract(*tables),
-            )
+            self.cache, self.slots = CacheState.abstract(spec, config, mesh), SlotTables.abstract(*tables)
         else:
-            self.cache = CacheState.create(spec, config, cache_dtype, fill, mesh, self.target)
+            self.cache = CacheState.create(spec, config, fill, mesh)
             self.slots = SlotTables.create(*tables)
         self._layouts = {bucket: Layout(bucket, spec) for bucket in self.buckets}
         self._programs: dict[Program, jax.stages.Compiled] = {}

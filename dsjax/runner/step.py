@@ -6,6 +6,7 @@ data shard as its leading axis, of which a device sees one.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -160,10 +161,10 @@ def copy_pages(
         return array.at[pair[1] + offset].set(moved, mode="drop")
 
     pages = dict(num_pages)
-    pools = {
-        kind: copy(pool, pages[kind], of_kind[EntryKind.CSA if kind is EntryKind.INDEX_KEY else kind])
-        for kind, pool in cache.pools.items()
-    }
+    pools = {}
+    for kind, pool in cache.pools.items():
+        pair = of_kind[EntryKind.CSA if kind is EntryKind.INDEX_KEY else kind]
+        pools[kind] = jax.tree.map(functools.partial(copy, per_layer=pages[kind], pair=pair), pool)
     states = {kind: copy(state, num_state_slots, of_kind[EntryKind.STATE]) for kind, state in cache.states.items()}
     return CacheState(pools, states)
 

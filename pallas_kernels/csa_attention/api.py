@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import gpu_attention
+from pallas_kernels import gpu_attention, tpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.csa_attention import reference, tpu
 from pallas_kernels.swa_attention.api import check_shapes, finish
@@ -36,7 +36,7 @@ def csa_attention(
         raise ValueError(f"csa_attention: chosen {chosen.shape} must be indices for B=1 and a mask for B={q.shape[1]}")
     pages, sizes = (window_pages, entry_pages), {"window": window, "ratio": ratio}
     kernel: Any = {"scale": scale, "target": target, "partial": entry_pages.count > 1}
-    if target.has_tpu_kernels:
+    if tpu_attention.supports(list(pages), target):
         run = tpu.csa_attention(q, blocks, *pages, chosen, sink, **sizes, **kernel)
     elif gpu_attention.supports(q, list(pages), target):
         keys = [

@@ -27,5 +27,5 @@ def csa_attention(
     if q.shape[1] > 1:
         return attend_entries(run, q, blocks, entry_pages, visible_entries(q, blocks, ratio), chosen, scale)
     valid = chosen < entry_pages.max_entries
-    keys = entry_pages.read_rows(blocks.row, jnp.where(valid, chosen, 0), valid)
+    keys = entry_pages.read_rows(blocks.row, jnp.where(valid, chosen, 0), valid, q.dtype)
     return online_softmax.update(run, flat_queries(q), keys, per_head(valid[:, None], q), scale)

@@ -66,7 +66,7 @@ def _gather(
     count, slot = pages.chosen(blocks, chosen)
     padded = -(-k // CHUNK) * CHUNK
     slot = jnp.pad(slot, ((0, 0), (0, padded - k)))[:, None]  # [NB, 1, k]; those past `count` copy entry 0 of the pool
-    pool = pages.pool.reshape(-1, *pages.pool.shape[2:])
+    pool = pages.pool.values.reshape(-1, *pages.pool.values.shape[2:])
 
     row = pl.BlockSpec((1, heads, width), lambda i, _: (i, 0, 0))
     lanes = pl.BlockSpec((1, heads, LANES), lambda i, _: (i, 0, 0))

@@ -49,7 +49,7 @@ def supports(q: jax.Array, pages: list[Pages], target: Target) -> bool:
         and width % (2 * COLUMNS) == 0
         and width <= _MAX_WIDTH
         and q.dtype in dtypes
-        and all(p.pool.dtype == q.dtype for p in pages)
+        and all(p.pool.values.dtype == q.dtype for p in pages)
         and all(p.entries_per_page in (8, 16) or p.entries_per_page % CHUNK == 0 for p in pages)
     )
 

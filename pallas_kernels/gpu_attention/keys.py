@@ -47,7 +47,7 @@ def chosen_keys(blocks: QueryBlocks, pages: Pages, ratio: int, chosen: jax.Array
     gathered; or [NB, B, max_entries] bool, whose pages are streamed."""
     if chosen.ndim == 2:
         count, entry = pages.chosen(blocks, chosen)
-        pool = pages.pool.reshape(pages.pool.shape[0] * pages.entries_per_page, -1)
+        pool = pages.pool.values.reshape(-1, pages.pool.format.width)
         return Keys(entry, pool, jnp.zeros_like(count)[:, None], count[:, None], chosen.shape[1])
     chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, -chosen.shape[2] % CHUNK)))
     bits = chosen.reshape(*chosen.shape[:2], -1, CHUNK).astype(jnp.uint32) << jnp.arange(CHUNK, dtype=jnp.uint32)
@@ -62,6 +62,6 @@ def _counts(blocks: QueryBlocks, block: int) -> jax.Array:
 
 
 def _paged(blocks: QueryBlocks, pages: Pages, begin: jax.Array, end: jax.Array, most: int) -> Keys:
-    pool = pages.pool.reshape(*pages.pool.shape[:2], -1)
+    pool = pages.pool.values
     begin = jnp.where(end > 0, pages.num_here(begin), _NOWHERE)
     return Keys(pages.page_ids(blocks.row).astype(jnp.int32), pool, begin, pages.num_here(end), most)

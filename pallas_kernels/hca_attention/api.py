@@ -33,7 +33,7 @@ def hca_attention(
     check_shapes("hca_attention", q, blocks, entry_pages, sink)
     pages, sizes = (window_pages, entry_pages), {"window": window, "ratio": ratio}
     kernel: Any = {"scale": scale, "target": target, "partial": entry_pages.count > 1}
-    if target.has_tpu_kernels:
+    if tpu_attention.supports(list(pages), target):
         run = tpu_attention.attend(q, blocks, *pages, None, sink, **sizes, **kernel)
     elif gpu_attention.supports(q, list(pages), target):
         keys = [

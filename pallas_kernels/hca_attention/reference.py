@@ -63,7 +63,7 @@ def attend_entries(
 
     def body(first_entry, begin, first_page, count, run: Running) -> Running:
         entry = first_entry + jnp.arange(count * pages.entries_per_page)
-        keys = pages.read_pages(blocks.row, first_page, count)
+        keys = pages.read_pages(blocks.row, first_page, count, q.dtype)
         keys = jnp.where((entry < most[:, None])[..., None], keys, 0)  # what was never written may be NaN
         mask = (pages.entry(entry) < visible[..., None]) & (entry >= begin)
         if chosen is not None:

@@ -7,6 +7,7 @@ import jax
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.indexer_topk import reference, tpu
 from pallas_kernels.indexer_topk.reference import index_scores, top_k_mask
+from pallas_kernels.pool import in_key_basis
 from pallas_kernels.target import CPU, Target
 
 __all__ = ["index_scores", "indexer_topk", "top_k_mask"]
@@ -32,8 +33,10 @@ def indexer_topk(
     """
     if q.ndim != 4 or weights.shape != q.shape[:3]:
         raise ValueError(f"indexer_topk: weights {weights.shape} must be {q.shape[:3]}")
-    if key_pages.pool.shape[2] != q.shape[3]:
-        raise ValueError(f"indexer_topk: keys {key_pages.pool.shape} do not fit q {q.shape}")
-    if target.has_tpu_kernels and key_pages.count == 1 and key_pages.max_entries > k:
+    form = key_pages.pool.format
+    if form.width != q.shape[3]:
+        raise ValueError(f"indexer_topk: keys of {form.width} channels do not fit q {q.shape}")
+    q = in_key_basis(q, form)
+    if target.has_tpu_kernels and key_pages.count == 1 and key_pages.max_entries > k and not form.quantised:
         return tpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)
     return reference.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k)

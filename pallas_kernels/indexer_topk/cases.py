@@ -11,7 +11,9 @@ import numpy as np
 
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.case import Case, array
+from pallas_kernels.entry_format import EntryFormat
 from pallas_kernels.indexer_topk.api import indexer_topk
+from pallas_kernels.pool import Pool, PoolShape
 from pallas_kernels.target import Target
 
 HEADS, WIDTH, RATIO, ENTRIES_PER_PAGE = 64, 128, 4, 64
@@ -48,7 +50,7 @@ def _case(model: str, shape: Shape, step: str, dtype: Any) -> Case:
             np.full(num_blocks, shape.context - block, np.int32),
             np.full(num_blocks, block, np.int32),
         ),
-        "pool": array(dtype, LAYERS * shape.num_pages, ENTRIES_PER_PAGE, WIDTH),
+        "pool": PoolShape(EntryFormat(jnp.dtype(dtype).name, WIDTH), LAYERS * shape.num_pages, ENTRIES_PER_PAGE),
         "table": array(jnp.int32, ROWS, shape.context // (RATIO * ENTRIES_PER_PAGE)),
     }
 
@@ -57,7 +59,7 @@ def _case(model: str, shape: Shape, step: str, dtype: Any) -> Case:
         q: jax.Array,
         weights: jax.Array,
         blocks: tuple[jax.Array, ...],
-        pool: jax.Array,
+        pool: Pool,
         table: jax.Array,
     ) -> jax.Array:
         pages = Pages(pool, table, 2, shape.num_pages)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import collectives
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.hca_attention.reference import stream, visible_entries
+from pallas_kernels.pool import Pool
 
 
 def indexer_topk(
@@ -19,7 +20,7 @@ def indexer_topk(
     if pages.count > 1:
         return _best_of_all(q, weights, blocks, pages, visible, k)
 
-    def best(pool: jax.Array) -> jax.Array:
+    def best(pool: Pool) -> jax.Array:
         scores = _scores(q, weights, blocks, pages._replace(pool=pool), visible)
         if q.shape[1] > 1:
             return top_k_mask(scores, k)
@@ -69,7 +70,7 @@ def _scores(q: jax.Array, weights: jax.Array, blocks: QueryBlocks, pages: Pages,
 
     def body(first_entry, begin, first_page, count, scores: jax.Array) -> jax.Array:
         place = first_entry + jnp.arange(count * pages.entries_per_page)
-        keys = pages.read_pages(blocks.row, first_page, count)
+        keys = pages.read_pages(blocks.row, first_page, count, q.dtype)
         keys = jnp.where((place < most[:, None])[..., None], keys, 0)
         part = jax.vmap(index_scores)(q, weights, keys)
         part = jnp.where(pages.entry(place) < visible[..., None], part, -jnp.inf)

@@ -119,7 +119,7 @@ def indexer_topk(
             ],
             out_specs=pl.BlockSpec((1, *out), lambda i, _: (i, 0, 0)),
             scratch_shapes=[
-                pltpu.VMEM((2, sizes.pages, epp, width), pages.pool.dtype),
+                pltpu.VMEM((2, sizes.pages, epp, width), pages.pool.values.dtype),
                 pltpu.VMEM((rows, LANES), jnp.float32),
                 pltpu.VMEM((score_tiles, sizes.rows, LANES), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -130,7 +130,7 @@ def indexer_topk(
         cost_estimate=_cost(q, weights, pages, out),
         interpret=target.interpret,
         name="indexer_topk",
-    )(_scalars(blocks, pages, sizes), table, table, q.reshape(num_blocks, rows, width), weights, pages.pool)
+    )(_scalars(blocks, pages, sizes), table, table, q.reshape(num_blocks, rows, width), weights, pages.pool.values)
     if block == 1:
         return result[:, 0, :k]
     bits = result.reshape(num_blocks, 1, -1)[..., : pages.max_entries]
@@ -151,7 +151,7 @@ def _cost(q: jax.Array, weights: jax.Array, pages: Pages, out: tuple[int, int]) 
     """Upper bounds from the shapes: every entry the tables can name is visible."""
     num_blocks, _, _, width = q.shape
     keys = num_blocks * pages.max_entries
-    key_bytes = keys * width * pages.pool.dtype.itemsize
+    key_bytes = keys * width * pages.pool.values.dtype.itemsize
     table_bytes = num_blocks * pages.table.shape[1] * 4
     out_bytes = num_blocks * out[0] * out[1] * 4
     return pl.CostEstimate(

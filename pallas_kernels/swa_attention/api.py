@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ def swa_attention(
     """
     check_shapes("swa_attention", q, blocks, window_pages, sink)
     kernel: Any = {"scale": scale, "target": target, "partial": window_pages.count > 1}
-    if target.has_tpu_kernels:
+    if tpu_attention.supports([window_pages], target):
         run = tpu_attention.attend(q, blocks, window_pages, None, None, sink, window=window, ratio=1, **kernel)
     elif gpu_attention.supports(q, [window_pages], target):
         keys = [gpu_attention.window_keys(blocks, window_pages, window, q.shape[1])]
@@ -50,5 +49,5 @@ def check_shapes(name: str, q: jax.Array, blocks: QueryBlocks, pages: Pages, sin
         raise ValueError(f"{name}: q {q.shape} must be [NB, B, N, H] with NB={blocks.row.shape[0]}")
     if sink.ndim != 1 or q.shape[2] not in (sink.shape[0], sink.shape[0] * pages.count):
         raise ValueError(f"{name}: sink {sink.shape} must be [{q.shape[2]}], or a {pages.count}th of it")
-    if pages.pool.ndim < 3 or math.prod(pages.pool.shape[2:]) != q.shape[3]:
-        raise ValueError(f"{name}: pool {pages.pool.shape} must be [pages, entries, {q.shape[3]}]")
+    if pages.pool.format.width != q.shape[3]:
+        raise ValueError(f"{name}: entries of {pages.pool.format.width} channels do not fit q {q.shape}")

@@ -16,7 +16,7 @@ def attend_window(q: jax.Array, blocks: QueryBlocks, pages: Pages, *, window: in
     query = blocks.position[:, None] + jnp.arange(block)  # [NB, B] positions
     key = _keys_here(blocks, pages, window, block)
     written = (key >= 0) & (key < (blocks.position + blocks.length)[:, None])
-    keys = pages.read_rows(blocks.row, jnp.maximum(key, 0) // pages.count, written)
+    keys = pages.read_rows(blocks.row, jnp.maximum(key, 0) // pages.count, written, q.dtype)
     offset = query[:, :, None] - key[:, None, :]
     mask = (offset >= 0) & (offset < window) & written[:, None, :]
     queries = flat_queries(q)

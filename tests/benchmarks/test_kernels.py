@@ -31,7 +31,7 @@ CASES = {case.name: case for case in all_cases.cases()}
 
 def bytes_moved(name: str) -> int:
     case = CASES[name]
-    found = kernels_of(jax.make_jaxpr(lambda arrays: case.call(V6E, **arrays))(case.arrays))
+    found = kernels_of(jax.make_jaxpr(lambda arrays: case.call(V6E, **arrays))(case.inputs(V6E)))
     return sum(kernel.bytes_moved for kernel in found)
 
 

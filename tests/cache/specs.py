@@ -50,6 +50,10 @@ def cache_spec(
     budget: int = 32,
     max_model_len: int = 256,
     prefix: bool = True,
+    dtype: str = "float32",
+    num_parts: int = 1,
+    tiled: bool = False,
+    **cache: str,
 ) -> CacheSpec:
     return CacheSpec.of(
         model_config(layer_kinds, window, hca_ratio=hca_ratio),
@@ -61,8 +65,11 @@ def cache_spec(
             num_snapshots=num_snapshots,
             num_gpu_blocks_override=num_blocks,
             cache_memory_bytes=memory_bytes,
+            **cache,
         ),
         SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=budget),
         max_model_len,
-        4,
+        dtype,
+        num_parts=num_parts,
+        tiled=tiled,
     )

@@ -18,7 +18,7 @@ def test_kinds_of_a_mixed_model():
     assert spec.pool_kinds == (EntryKind.WINDOW, EntryKind.CSA, EntryKind.HCA)
     assert spec.compressed_kinds == (EntryKind.CSA, EntryKind.HCA)
     assert [k.num_layers for k in (window, csa, key, hca)] == [4, 2, 2, 1]
-    assert [k.width for k in (window, csa, key, hca)] == [16, 16, 8, 16]
+    assert [k.format.width for k in (window, csa, key, hca)] == [16, 16, 8, 16]
     assert [k.ratio for k in (window, csa, key, hca)] == [1, 4, 4, 8]
     assert [k.entries_per_page for k in (window, csa, key, hca)] == [8, 8, 8, 2]
     # 7 rows before a chunk of 32 are 5 pages, and 2; 64 CSA entries; 32 HCA entries

@@ -182,7 +182,7 @@ def test_inner_tensors(folder):
     golden, layers = np.load(folder / "golden.npz"), np.load(folder / "layers.npz")
     ids = golden[f"p{int(layers['prompt'])}_ids"].tolist()
     scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=len(ids) + 16)
-    spec = CacheSpec.of(config, CacheConfig(block_size=16), scheduler, len(ids) + 16, 4)
+    spec = CacheSpec.of(config, CacheConfig(block_size=16), scheduler, len(ids) + 16)
     manager = CacheManager(spec)
     rows = []
     for name, tokens in (("other", ids[:5]), ("prompt", ids)):
@@ -203,7 +203,7 @@ def test_inner_tensors(folder):
     host = pack(layout, rows)
     params = checkpoint.load_params(folder, config, include_mtp=False)
     graph, state = assemble(config, params, np.dtype("float32"), with_mtp=False)
-    cache = CacheState.create(spec, config, np.dtype("float32"), fill=float("nan"))
+    cache = CacheState.create(spec, config, fill=float("nan"))
     num_pages = {kind: kind_spec.num_pages for kind, kind_spec in spec.kinds.items()}
 
     @jax.jit

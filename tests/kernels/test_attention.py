@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.csa_attention import csa_attention
 from pallas_kernels.hca_attention import hca_attention
+from pallas_kernels.pool import Pool
 from pallas_kernels.swa_attention import swa_attention
 from pallas_kernels.target import CPU, Target
 
@@ -56,7 +57,7 @@ class _World:
                     page = pages[i // EPP] = free.pop()
                 table[r, i // EPP % width] = page
                 pool[num_pages + page, i % EPP] = row[i]
-        return Pages(jnp.asarray(pool), jnp.asarray(table), 1, num_pages)
+        return Pages(Pool.plain(jnp.asarray(pool)), jnp.asarray(table), 1, num_pages)
 
     def check(self, got, entries_of) -> None:
         got = np.asarray(got)

@@ -21,6 +21,7 @@ from pallas_kernels.csa_attention import csa_attention
 from pallas_kernels.gpu_attention import softmax
 from pallas_kernels.hca_attention import hca_attention
 from pallas_kernels.online_softmax import Running
+from pallas_kernels.pool import Pool
 from pallas_kernels.swa_attention import reference, swa_attention
 from pallas_kernels.target import CPU, Target
 from tests.kernels import gpu_cases
@@ -76,7 +77,7 @@ class _World:
                 if i // epp not in pages:
                     pages[i // epp] = table[r, i // epp % width] = free.pop()
                 pool[NUM_PAGES + pages[i // epp], i % epp] = self.rng.normal(size=WIDTH)
-        return Pages(jnp.asarray(pool, self.dtype), jnp.asarray(table), 1, NUM_PAGES)
+        return Pages(Pool.plain(jnp.asarray(pool, self.dtype)), jnp.asarray(table), 1, NUM_PAGES)
 
     def run(self, kind: str, target: Target) -> np.ndarray:
         common = {"window": WINDOW, "scale": WIDTH**-0.5, "target": target}
@@ -168,7 +169,7 @@ def test_a_missing_barrier_is_found(monkeypatch):
 
 def test_the_path_is_chosen_from_shapes_and_target():
     def supports(target: Target, q_shape=(4, 1, 64, 512), dtype: Any = jnp.bfloat16, epp: int = 64) -> bool:
-        pages = Pages(jnp.zeros((2, epp, 512), dtype), jnp.zeros((4, 1), jnp.int32), 0, 2)
+        pages = Pages(Pool.plain(jnp.zeros((2, epp, 512), dtype)), jnp.zeros((4, 1), jnp.int32), 0, 2)
         return gpu_attention.supports(jnp.zeros(q_shape, dtype), [pages], target)
 
     h100 = Target("gpu", "sm_90a")

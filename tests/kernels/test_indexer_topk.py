@@ -12,6 +12,7 @@ import pytest
 from benchmarks.kernel_cost import kernels
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.indexer_topk import cases, index_scores, indexer_topk, top_k_mask
+from pallas_kernels.pool import Pool
 from pallas_kernels.target import CPU, Target
 from tests.kernels import tpu_races
 
@@ -69,7 +70,7 @@ def test_selection_over_pages_equals_dense(block, k):
     )
     q = rng.normal(size=(4, block, heads, width)).astype(np.float32)
     weights = rng.normal(size=(4, block, heads)).astype(np.float32)
-    pages = Pages(jnp.asarray(pool), jnp.asarray(table), 1, 99)
+    pages = Pages(Pool.plain(jnp.asarray(pool)), jnp.asarray(table), 1, 99)
     got = np.asarray(indexer_topk(jnp.asarray(q), jnp.asarray(weights), blocks, pages, ratio=ratio, k=k))
     for r in range(3):
         for j in range(block):
@@ -112,7 +113,7 @@ class _World:
         )
         self.q = jnp.asarray(rng.integers(-2, 3, (rows + 1, block, self.heads, self.width)), jnp.float32)
         self.weights = jnp.asarray(rng.integers(-2, 3, (rows + 1, block, self.heads)), jnp.float32)
-        self.pages = Pages(jnp.asarray(pool, key_dtype), jnp.asarray(table), 1, num_pages)
+        self.pages = Pages(Pool.plain(jnp.asarray(pool, key_dtype)), jnp.asarray(table), 1, num_pages)
 
     def choose(self, k: int, target: Target) -> np.ndarray:
         return np.asarray(_choose(self.q, self.weights, self.blocks, *self.pages[:2], self.pages.num_pages, k, target))
