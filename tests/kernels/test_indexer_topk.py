@@ -154,7 +154,7 @@ def test_the_tpu_kernel_has_no_races(block):
 def test_estimated_bytes_are_those_of_the_keys_and_little_more():
     """Flash, bfloat16, 8,192 entries a row: 64 decode rows, and 192 blocks of 16 queries."""
     flash = [case for case in cases.cases() if " flash " in case.name and "bfloat16" in case.name]
-    programs = [jax.make_jaxpr(lambda arrays, case=case: case.call(V6E, **arrays))(case.arrays) for case in flash]
+    programs = [jax.make_jaxpr(lambda arrays, case=case: case.call(V6E, **arrays))(case.inputs(V6E)) for case in flash]
     ((decode,), (prefill,)) = ([kernel.bytes_moved for kernel in kernels(program)] for program in programs)
     keys = 8192 * 128 * 2
     assert decode == 64 * (keys + 64 * 128 * 2 + 64 * 4 + 128 * 4 + 512 * 4)  # + q, weights, pages' ids, indices
