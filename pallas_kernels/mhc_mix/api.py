@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.mhc_mix import reference, tpu
+from pallas_kernels.mhc_mix import gpu, reference, tpu
 from pallas_kernels.mhc_mix.reference import sinkhorn
 from pallas_kernels.target import CPU, Target
 
@@ -40,6 +40,8 @@ def mhc_read(
         )
     if target.has_tpu_kernels:
         return tpu.mhc_read(streams, fn, base, scale, config, target=target)
+    if gpu.supports(streams, target):
+        return gpu.mhc_read(streams, fn, base, scale, config, target=target)
     return reference.mhc_read(streams, fn, base, scale, config)
 
 
@@ -61,4 +63,6 @@ def mhc_write(
         )
     if target.has_tpu_kernels:
         return tpu.mhc_write(streams, out, post, comb, target=target)
+    if gpu.supports(streams, target) and out.dtype == streams.dtype:
+        return gpu.mhc_write(streams, out, post, comb, target=target)
     return reference.mhc_write(streams, out, post, comb)

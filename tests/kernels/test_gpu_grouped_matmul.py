@@ -43,6 +43,10 @@ def tiles_of(group: list[int], num_tiles: int, rows: int) -> Tiles:
     return Tiles(place, place, jnp.array(group, jnp.int32), jnp.int32(num_tiles))
 
 
+def detect_races():
+    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True))
+
+
 def check(form: str, tiles: Tiles, groups: int, k: int, n: int = N) -> None:
     """Equal to the reference, where the rows of unused tiles, and all of a group without a tile, are NaN."""
     rng = np.random.default_rng(0)
@@ -62,9 +66,10 @@ def check(form: str, tiles: Tiles, groups: int, k: int, n: int = N) -> None:
 
 @NEEDS_KERNELS
 @FORMS
-def test_groups_of_no_tile_one_and_several(form):
+def test_groups_of_no_tile_one_and_several_without_races(form):
     """Five chunks along K, one more than there are buffers; the last tile is unused."""
-    check(form, tiles_of([0, 2, 2, 2], 3, rows=16), groups=3, k=320 if form == "dense" else 640)
+    with detect_races():
+        check(form, tiles_of([0, 2, 2, 2], 3, rows=16), groups=3, k=320 if form == "dense" else 640)
 
 
 @NEEDS_KERNELS
@@ -97,20 +102,11 @@ def test_every_code_is_widened_exactly_in_its_place(form):
 
 
 @NEEDS_KERNELS
-def test_no_races_between_warpgroups_and_copies():
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        check("fp4", tiles_of([0], 1, rows=16), groups=1, k=640)
-
-
-@NEEDS_KERNELS
 @pytest.mark.slow
 def test_a_buffer_filled_before_it_is_read_is_found(monkeypatch):
     monkeypatch.setattr(gpu, "_wait_until_read", lambda *_: None)
     try:
-        with (
-            plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
-            pytest.raises(Exception, match="race"),
-        ):
+        with detect_races(), pytest.raises(Exception, match="race"):
             check("dense", tiles_of([0], 1, rows=16), groups=1, k=384)
     finally:
         from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks

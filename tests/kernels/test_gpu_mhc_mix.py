@@ -1,0 +1,79 @@
+"""Hyper-connections' GPU kernels: what the reference gives, no races, compiled for GPUs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu
+
+from benchmarks.kernel_compile import compile_apart
+from dsjax import aot
+from pallas_kernels.mhc_mix import MixConfig, gpu, mhc_read, mhc_write
+from pallas_kernels.target import CPU, Target
+
+plgpu: Any = mosaic_gpu  # whose interpreter only JAX 0.12 has
+GPU = Target("gpu", "sm_90a", interpret=True)
+NEEDS_KERNELS = pytest.mark.skipif(not GPU.has_gpu_kernels, reason="GPU kernels need JAX 0.12")
+CONFIG = MixConfig(sinkhorn_iters=20, eps=1e-6, norm_eps=1e-6)
+WIDTH = 1024
+
+
+def site(num_tokens: int) -> tuple[jax.Array, ...]:
+    """Streams of sizes from 1e-4 to 1e4, the first token's all zero."""
+    rng = np.random.default_rng(0)
+    streams = rng.normal(size=(4, num_tokens, WIDTH)) * np.logspace(-4, 4, num_tokens)[:, None]
+    streams[:, 0] = 0
+    params = (rng.normal(0, 0.1, (24, 4 * WIDTH)), rng.normal(size=24), rng.normal(size=3))
+    return jnp.asarray(streams, jnp.bfloat16), *(jnp.asarray(a, jnp.float32) for a in params)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.slow), 12])  # a row a block, and four
+def test_kernels_equal_the_reference_without_races(num_tokens, monkeypatch):
+    monkeypatch.setattr(gpu, "_TOKENS", 8)  # so that the second block of 12 tokens is partly filled
+    monkeypatch.setattr(gpu, "_COLUMNS", WIDTH // 2 if num_tokens == 1 else WIDTH)
+    streams, *params = site(num_tokens)
+    out = streams[1] * 0.5
+    x, post, comb = mhc_read(streams, *params, CONFIG, CPU)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = mhc_read(streams, *params, CONFIG, GPU)
+        written = mhc_write(streams, out, post, comb, GPU)
+    np.testing.assert_allclose(got[1], post, atol=1e-5)  # sums of 4,096 products in another order
+    np.testing.assert_allclose(got[2], comb, atol=1e-5)
+    rounded = {"rtol": 2**-7, "atol": 1e-30}  # a bfloat16 may be rounded to its neighbour
+    np.testing.assert_allclose(got[0].astype(jnp.float32), x.astype(jnp.float32), **rounded)
+    want = mhc_write(streams, out, post, comb, CPU)
+    np.testing.assert_allclose(written.astype(jnp.float32), want.astype(jnp.float32), **rounded)
+
+
+def test_the_path_is_chosen_from_shapes_and_target():
+    def supports(target: Target, streams: int = 4, width: int = 4096, dtype: Any = jnp.bfloat16) -> bool:
+        return gpu.supports(jax.ShapeDtypeStruct((streams, 5, width), dtype), target)  # type: ignore[arg-type]
+
+    h100 = Target("gpu", "sm_90a")
+    assert supports(h100) is h100.has_gpu_kernels is (jax.__version_info__ >= (0, 12))
+    assert not supports(Target("gpu")) and not supports(CPU) and not supports(Target("tpu", "v6e"))
+    assert not supports(h100, streams=2) and not supports(h100, width=4096 + 512)
+    assert not supports(h100, dtype=jnp.float32)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(("name", "architecture"), [("h100", "sm_90a"), ("b200", "sm_100a")])
+@pytest.mark.parametrize(
+    "model", [pytest.param("flash", marks=pytest.mark.matrix), pytest.param("pro", marks=pytest.mark.slow)]
+)
+def test_compiles_without_spills_and_copies_no_streams(name, architecture, model):
+    missing = aot.missing_packages(aot.CHIPS[name])
+    if missing and os.environ.get("CI") != "true":
+        pytest.skip(f"needs the packages {', '.join(missing)}")
+    decode, prefill = compile_apart(name, only=f"mhc_mix {model}")
+    for case in (decode, prefill):
+        assert case.error == "" and case.architectures == [architecture], case
+        assert case.kernels == ["mhc_project", "mhc_mix", "mhc_read", "mhc_write"], case
+        assert case.spill_bytes == 0 and case.registers <= 255, case
+    assert prefill.temp_bytes < 1 << 20  # the streams of 2,048 tokens are 112 MiB
