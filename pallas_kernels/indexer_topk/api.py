@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.blocks import Pages, QueryBlocks
-from pallas_kernels.indexer_topk import reference, tpu
+from pallas_kernels.indexer_topk import gpu, reference, tpu
 from pallas_kernels.indexer_topk.reference import index_scores, top_k_mask
 from pallas_kernels.pool import in_key_basis
 from pallas_kernels.target import CPU, Target
@@ -28,7 +28,7 @@ def indexer_topk(
     Returns a mask [NB, B, max_entries] bool for B > 1, and for B = 1 indices [NB, k'] int32 (k' = min(k,
     max_entries); max_entries where there is none), since a decode row gathers its entries and a block shares them.
     Where several devices share the pages the choice is among the entries of all, and each gets those of its own; then,
-    and on all but a TPU, it is the jnp path, which has the scores [NB, B, entries here] in memory.
+    and where there is no kernel, it is the jnp path, which has the scores [NB, B, entries here] in memory.
     Raises ValueError for shapes that do not fit.
     """
     if q.ndim != 4 or weights.shape != q.shape[:3]:
@@ -37,6 +37,9 @@ def indexer_topk(
     if form.width != q.shape[3]:
         raise ValueError(f"indexer_topk: keys of {form.width} channels do not fit q {q.shape}")
     q = in_key_basis(q, form)
-    if target.has_tpu_kernels and key_pages.count == 1 and key_pages.max_entries > k and not form.quantised:
-        return tpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)
+    if key_pages.count == 1 and key_pages.max_entries > k:
+        if target.has_tpu_kernels and not form.quantised:
+            return tpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)
+        if gpu.supports(q, key_pages, target):
+            return gpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)
     return reference.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k)

@@ -22,6 +22,8 @@ REPRESENTATIVE = (
     "hca_attention flash/8 prefill bfloat16",
     "csa_attention flash decode bfloat16",
     "csa_attention flash prefill bfloat16",
+    "indexer_topk flash decode bfloat16",
+    "indexer_topk flash prefill bfloat16",
 )
 
 

@@ -220,11 +220,12 @@ def _compile(gpu: str, cases: str = "") -> dict[str, Compiled]:
 
 
 def _check(cases: list[Compiled], architecture: str) -> None:
-    """Pools are never copied; queries padded to 16 rows and masks packed to bits are."""
+    """Pools are never copied; queries padded to 16 rows and masks packed to bits are. The indexer keeps scores."""
     pool_bytes = 2 * 20 * 1000 * 16 * 512  # of the smallest
     for case in cases:
         assert case.error == "" and case.architectures == [architecture] and 100 < case.registers <= 255, case
-        assert case.spill_bytes == 0 and case.temp_bytes < pool_bytes // 50, case
+        scores = 32 << 20 if case.name.startswith("indexer_topk") else 0
+        assert case.spill_bytes == 0 and case.temp_bytes < pool_bytes // 50 + scores, case
 
 
 @NEEDS_KERNELS

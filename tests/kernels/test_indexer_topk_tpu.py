@@ -1,0 +1,45 @@
+"""The indexer's TPU kernel: the jnp path's choice exactly, no races, no more bytes than it says."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.kernel_cost import kernels
+from pallas_kernels.indexer_topk import cases, indexer_topk
+from pallas_kernels.target import Target
+from tests.kernels import tpu_races
+from tests.kernels.index_keys import World
+
+V6E = Target("tpu", "v6e")
+TPU = Target("tpu", "v6e", interpret=True)
+# More than a chunk of entries, as many as k, few, one; the first scored block after one that is not, the last of all.
+CONTEXTS = [[2500, 130, 5, 1030], [7, 1024, 1025, 4], [3000, 3000, 129, 131]]
+
+
+@pytest.mark.parametrize(("block", "k", "form"), [(1, 130, "float32"), (4, 129, "bfloat16")])
+def test_chooses_what_the_jnp_path_does(block, k, form):
+    for seed, contexts in enumerate(CONTEXTS):
+        World(block, contexts, places=375, form=form, seed=seed).check(k, TPU)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [1, 4])
+def test_no_races(block):
+    world = World(block, [1100, 9, 1300], places=163)
+
+    def choose(target: Target) -> jax.Array:
+        return indexer_topk(world.q, world.weights, world.blocks, world.pages, ratio=1, k=20, target=target)
+
+    world.check_is(np.asarray(tpu_races.run(choose)), 20)
+
+
+def test_estimated_bytes_are_those_of_the_keys_and_little_more():
+    """Flash, bfloat16, 8,192 entries a row: 64 decode rows, and 192 blocks of 16 queries."""
+    flash = [case for case in cases.cases() if " flash " in case.name and "bfloat16" in case.name]
+    programs = [jax.make_jaxpr(lambda arrays, case=case: case.call(V6E, **arrays))(case.inputs(V6E)) for case in flash]
+    ((decode,), (prefill,)) = ([kernel.bytes_moved for kernel in kernels(program)] for program in programs)
+    keys = 8192 * 128 * 2
+    assert decode == 64 * (keys + 64 * 128 * 2 + 64 * 4 + 128 * 4 + 512 * 4)  # + q, weights, pages' ids, indices
+    assert prefill == 192 * (keys + 16 * (64 * 128 * 2 + 64 * 4) + 128 * 4 + 8192 * 4)  # + a bit a query and entry
