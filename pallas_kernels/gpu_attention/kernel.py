@@ -24,9 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.blocks import Pages
+from pallas_kernels.gpu_attention import codes
 from pallas_kernels.gpu_attention.keys import CHUNK, Keys
 from pallas_kernels.gpu_attention.softmax import COLUMNS, FLOOR, Seen, Softmax
-from pallas_kernels.gpu_attention.stream import Stream, num_copies
+from pallas_kernels.gpu_attention.stream import Stream
 from pallas_kernels.online_softmax import Running
 from pallas_kernels.target import Target
 
@@ -36,8 +37,8 @@ _MAX_WIDTH = 512  # whose buffers fit shared memory, and whose sums the register
 
 
 def supports(q: jax.Array, pages: list[Pages], target: Target) -> bool:
-    """Whether the kernel takes these: widths of 128 to 512, bfloat16 pages of 8, 16 or 32 k entries, any decode step,
-    and blocks of queries whose number of heads divides 64 or is divided by it.
+    """Whether the kernel takes these: widths of 128 to 512, bfloat16, int8 or fp8 pages of 8, 16 or 32 k entries, any
+    decode step, and blocks of queries whose number of heads divides 64 or is divided by it.
 
     Float32 too where it is interpreted, for exact comparisons.
     """
@@ -49,7 +50,7 @@ def supports(q: jax.Array, pages: list[Pages], target: Target) -> bool:
         and width % (2 * COLUMNS) == 0
         and width <= _MAX_WIDTH
         and q.dtype in dtypes
-        and all(p.pool.values.dtype == q.dtype for p in pages)
+        and all(p.pool.values.dtype == q.dtype or codes.supports(p.pool.format) for p in pages)
         and all(p.entries_per_page in (8, 16) or p.entries_per_page % CHUNK == 0 for p in pages)
     )
 
@@ -85,28 +86,32 @@ def attend(
         start = jnp.tile(sink.astype(jnp.float32), block)[None], jnp.ones((1, used), jnp.float32)
     start = [jnp.pad(x, pad)[0] for x in start]
     ranges = jnp.stack([x for keys in segments for x in (keys.begin, keys.end)], axis=2).astype(jnp.int32)
-    arrays = [[x for x in (keys.index, keys.pool, keys.mask) if x is not None] for keys in segments]
+    arrays = [{"index": k.index, "arrays": k.arrays, "mask": k.mask} for k in segments]
     flat, tree = jax.tree.flatten(arrays)
 
     shapes = [jax.ShapeDtypeStruct((num_blocks, groups * rows, *last), jnp.float32) for last in ((width,), (), ())]
     tiles = (plgpu.TilingTransform((8, 128 // q.dtype.itemsize)), plgpu.SwizzleTransform(128))
     geometry = tuple(keys.geometry for keys in segments)
-    gathers = any(not epp for epp, _ in geometry)
-    buffer = (2 if gathers else 4, CHUNK, width)
+    rings = sorted({g.ring for g in geometry if not g.tiled}, key=str)
+    tiled_slots = 4 if not rings else 2  # room for 32 KiB each
     scratch = {
         "queries": plgpu.SMEM((rows, width), q.dtype, transforms=tiles),
-        "pages": plgpu.SMEM(buffer, q.dtype, transforms=tiles),
-        "gathered": plgpu.SMEM(buffer, q.dtype) if gathers else None,  # a row is no whole tile
+        "keys": plgpu.SMEM((tiled_slots, CHUNK, width), q.dtype, transforms=tiles),
+        "rings": plgpu.RefUnion(*([plgpu.SMEM(*x) for x in ring] for ring in rings)) if rings else None,
         "logits": plgpu.SMEM((rows, CHUNK), jnp.float32),
         "weights": plgpu.SMEM((rows, CHUNK), q.dtype),
         "begin": plgpu.SMEM((threads, rows), jnp.int32),
         "end": plgpu.SMEM((threads, rows), jnp.int32),
         "queries_here": plgpu.Barrier(),
-        "keys_here": [plgpu.Barrier(num_arrivals=num_copies(g, width), num_barriers=buffer[0]) for g in geometry],
+        "keys_here": [
+            plgpu.Barrier(num_arrivals=g.num_copies, num_barriers=tiled_slots if g.tiled else g.ring[0][0][0])
+            for g in geometry
+        ],
         "together": plgpu.Barrier(num_arrivals=threads),
     }
     constants: dict[str, Any] = {
         "geometry": geometry,
+        "rings": [None if g.tiled else rings.index(g.ring) for g in geometry],
         "heads": heads if block > 1 else groups * rows,
         "threads": threads,
         "scale": scale,
@@ -134,7 +139,7 @@ def attend(
     return Running(rest[0], rest[1], total) if partial else total
 
 
-def _kernel(inputs, arrays, outs, scratch, *, geometry, heads, threads, scale, interpret):
+def _kernel(inputs, arrays, outs, scratch, *, geometry, rings, heads, threads, scale, interpret):
     ranges, q, start_maximum, start_denominator = inputs
     block, group, thread = (lax.axis_index(name) for name in ("block", "group", "warpgroup"))
     num_rows, width = scratch["queries"].shape
@@ -148,25 +153,28 @@ def _kernel(inputs, arrays, outs, scratch, *, geometry, heads, threads, scale, i
 
     plgpu.barrier_wait(scratch["queries_here"])
     state = softmax.start(start_maximum.at[rows], start_denominator.at[rows])
-    for n, (epp, places) in enumerate(geometry):
-        index, pool, *mask = arrays[n]
+    for n, segment in enumerate(arrays):
+        mask = segment["mask"]
         begins, ends = ([ranges[block, query, 2 * n + i] for query in queries] for i in range(2))
         seen = Seen(
             first=functools.reduce(jnp.minimum, begins),
             last=functools.reduce(jnp.maximum, ends),
             begin=softmax.keep("begin", begins),
             end=softmax.keep("end", ends),
-            mask=functools.partial(_mask, softmax, mask[0].at[block], queries) if mask else None,
+            mask=None if mask is None else functools.partial(_mask, softmax, mask.at[block], queries),
         )
+        keys, ring = scratch["keys"], [] if rings[n] is None else scratch["rings"][rings[n]]
         stream = Stream(
-            index=index.at[block],
-            pool=pool,
+            geometry=geometry[n],
+            index=segment["index"].at[block],
+            arrays=segment["arrays"],
             begin=seen.first,
             end=seen.last,
-            buffers=scratch["pages" if epp else "gathered"],
+            ring=[keys] if rings[n] is None else ring,
+            keys=keys if geometry[n].coded or rings[n] is None else ring[0],
             arrived=scratch["keys_here"][n],
-            places=places,
             leads=thread == 0,
+            own=softmax.own,
         )
 
         if n:
@@ -183,8 +191,8 @@ def cost(q: jax.Array, segments: list[Keys]) -> pl.CostEstimate:
     """Upper bounds from the shapes: a block sees all the keys it may, which are read from memory once for all of it."""
     num_blocks, block, _, width = q.shape
     keys = sum(s.most for s in segments)
-    key_bytes = sum(s.most * width * s.pool.dtype.itemsize for s in segments)
-    index_bytes = sum(4 * -(-s.most // (s.geometry[0] or 1)) for s in segments)
+    key_bytes = sum(s.most * s.geometry.entry_bytes for s in segments)
+    index_bytes = sum(4 * -(-s.most // (s.geometry.epp or 1)) for s in segments)
     index_bytes += sum(4 * block * s.mask.shape[2] for s in segments if s.mask is not None)
     return pl.CostEstimate(
         flops=4 * q.size * keys,

@@ -13,20 +13,55 @@ CHUNK = 32  # keys attended to at a time: two of the mma's 16 along the second m
 _NOWHERE = 1 << 30  # begin of a query without keys: after that of all others
 
 
+class Geometry(NamedTuple):
+    """What of a segment's shape its copies depend on."""
+
+    epp: int  # entries of a page, 0 if they are gathered
+    form: str  # name of the entries' format
+    width: int
+    dtype: str  # of the values
+    side_words: int  # of an entry, 0 without
+
+    @property
+    def coded(self) -> bool:
+        return self.side_words > 0
+
+    @property
+    def tiled(self) -> bool:
+        """Whether pages of keys are copied as the tiles that matmuls read; entries are no whole tiles."""
+        return self.epp > 0 and not self.coded
+
+    @property
+    def ring(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """The buffers that entries which are no tiles arrive in, [slots, CHUNK, n] each: 64 KiB of floats for a width
+        of 512, or 80 of codes."""
+        if self.coded:
+            words = self.side_words if self.epp else -(-self.side_words // 32) * 32  # a copy has 128 bytes or more
+            return ((4, CHUNK, self.width), self.dtype), ((4, CHUNK, words), "uint32")
+        return (((2, CHUNK, self.width), self.dtype),)
+
+    @property
+    def entry_bytes(self) -> int:
+        """That are read for an entry."""
+        buffers = self.ring if not self.tiled else (((self.width,), self.dtype),)
+        return sum(shape[-1] * jnp.dtype(dtype).itemsize for shape, dtype in buffers)
+
+    @property
+    def num_copies(self) -> int:
+        """That bring one chunk."""
+        return (max(1, CHUNK // self.epp) if self.epp else CHUNK) * (1 + self.coded)
+
+
 class Keys(NamedTuple):
     """A segment of the keys: each query sees places begin <= p < end of its row's sequence, where its mask is set."""
 
     index: jax.Array  # [NB, P] page ids, place p in page index[p // entries % P]; or [NB, k] the pool's entries
-    pool: jax.Array  # [pages, entries, H], or gathered: [entries, H]
+    arrays: list[jax.Array]  # values and side words of the pool [pages, entries, n]; gathered [entries, n] and [n]
+    geometry: Geometry
     begin: jax.Array  # [NB, B]
-    end: jax.Array  # [NB, B]; 0 for a query not in use
+    end: jax.Array  # [NB, B]
     most: int  # places that a block can see
     mask: jax.Array | None = None  # [NB, B, most / CHUNK] int32, bit p % CHUNK of word p // CHUNK for place p
-
-    @property
-    def geometry(self) -> tuple[int, int]:
-        """Entries of a page, 0 if gathered; places of the index."""
-        return (self.pool.shape[1] if self.pool.ndim == 3 else 0), self.index.shape[1]
 
 
 def window_keys(blocks: QueryBlocks, pages: Pages, window: int, block: int) -> Keys:
@@ -47,8 +82,10 @@ def chosen_keys(blocks: QueryBlocks, pages: Pages, ratio: int, chosen: jax.Array
     gathered; or [NB, B, max_entries] bool, whose pages are streamed."""
     if chosen.ndim == 2:
         count, entry = pages.chosen(blocks, chosen)
-        pool = pages.pool.values.reshape(-1, pages.pool.format.width)
-        return Keys(entry, pool, jnp.zeros_like(count)[:, None], count[:, None], chosen.shape[1])
+        values, *side = _arrays(pages)
+        arrays = [values.reshape(-1, values.shape[2]), *(x.reshape(-1) for x in side)]
+        begin, end = jnp.zeros_like(count)[:, None], count[:, None]
+        return Keys(entry, arrays, _geometry(pages, 0), begin, end, chosen.shape[1])
     chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, -chosen.shape[2] % CHUNK)))
     bits = chosen.reshape(*chosen.shape[:2], -1, CHUNK).astype(jnp.uint32) << jnp.arange(CHUNK, dtype=jnp.uint32)
     mask = jax.lax.bitcast_convert_type(jnp.sum(bits, axis=3, dtype=jnp.uint32), jnp.int32)
@@ -62,6 +99,16 @@ def _counts(blocks: QueryBlocks, block: int) -> jax.Array:
 
 
 def _paged(blocks: QueryBlocks, pages: Pages, begin: jax.Array, end: jax.Array, most: int) -> Keys:
-    pool = pages.pool.values
-    begin = jnp.where(end > 0, pages.num_here(begin), _NOWHERE)
-    return Keys(pages.page_ids(blocks.row).astype(jnp.int32), pool, begin, pages.num_here(end), most)
+    begin, end = pages.num_here(begin), pages.num_here(end)
+    begin = jnp.where(begin < end, begin, _NOWHERE)
+    index = pages.page_ids(blocks.row).astype(jnp.int32)
+    return Keys(index, _arrays(pages), _geometry(pages, pages.entries_per_page), begin, end, most)
+
+
+def _arrays(pages: Pages) -> list[jax.Array]:
+    return [x for x in (pages.pool.values, pages.pool.side) if x is not None]
+
+
+def _geometry(pages: Pages, epp: int) -> Geometry:
+    form = pages.pool.format
+    return Geometry(epp, form.name, form.width, pages.pool.values.dtype.name, form.side_words if form.quantised else 0)

@@ -41,8 +41,10 @@ class Softmax:
         layout = functools.partial(_layout, m_warps=rows // 16)
         self.left, self.right, self.sum = (layout(name) for name in ("MMA_LHS", "MMA_RHS", "MMA_ACC"))
         self.row = self.sum.reduce(1)
+        # Of this warpgroup: its keys of a chunk, and its columns of the sums.
+        self.own = pl.ds(thread * (CHUNK // threads), CHUNK // threads)
         own = width // threads
-        self.columns = [pl.ds(thread * own + c, COLUMNS) for c in range(0, own, COLUMNS)]  # of this warpgroup
+        self.columns = [pl.ds(thread * own + c, COLUMNS) for c in range(0, own, COLUMNS)]
 
     def meet(self) -> None:
         """All warpgroups have come here."""
@@ -79,8 +81,7 @@ class Softmax:
         """Adds what is seen of a chunk's keys [CHUNK, H]; calls `refill` once no other is read."""
         maximum, denominator, sums = state
         logits, weights = self.scratch["logits"], self.scratch["weights"]
-        own = pl.ds(self.thread * (CHUNK // self.threads), CHUNK // self.threads)
-        plgpu.store(logits.at[:, own], self._logits(keys.at[own]), optimized=False)
+        plgpu.store(logits.at[:, self.own], self._logits(keys.at[self.own]), optimized=False)
         self.meet()
         refill()
         self._clear(keys, seen.first - chunk * CHUNK, seen.last - chunk * CHUNK)

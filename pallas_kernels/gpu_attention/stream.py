@@ -1,4 +1,4 @@
-"""A segment of keys on its way into a ring of shared-memory buffers."""
+"""A segment of keys on its way through a ring of shared-memory buffers."""
 
 from __future__ import annotations
 
@@ -11,33 +11,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from pallas_kernels.gpu_attention.keys import CHUNK
+from pallas_kernels.gpu_attention.codes import decode
+from pallas_kernels.gpu_attention.keys import CHUNK, Geometry
 
 plgpu: Any = mosaic_gpu  # JAX 0.10 has another version of it, for which there is no kernel
 
 
-def num_copies(geometry: tuple[int, int], width: int) -> int:
-    """Copies that bring one chunk."""
-    epp, _ = geometry
-    return max(1, CHUNK // epp) if epp else CHUNK * (width // _copy_size(width))
-
-
-def _copy_size(width: int) -> int:
-    """Elements of an entry that one copy brings, at most the 256 of a dimension."""
-    return 256 if width % 256 == 0 else 128
-
-
 class Stream(NamedTuple):
-    """One warpgroup starts the copies, all wait for them."""
+    """One warpgroup starts the copies, all wait for them, and each makes keys of its part of a chunk's codes."""
 
+    geometry: Geometry
     index: Any  # [P] or [k]
-    pool: Any
+    arrays: list[Any]  # values and side words of the pool
     begin: jax.Array
     end: jax.Array
-    buffers: Any  # [slots, CHUNK, H]
-    arrived: Any  # a barrier a slot
-    places: int  # P or k
-    leads: jax.Array
+    ring: list[Any]  # a buffer [slots, CHUNK, n] of each array
+    keys: Any  # [slots, CHUNK, H]: the ring itself, or where codes become keys
+    arrived: Any  # a barrier a slot of the ring
+    leads: jax.Array  # whether this warpgroup starts copies
+    own: Any  # the slice of a chunk's keys that is this warpgroup's
 
     def run(self, add: Callable[..., Any], state):
         """The state after state = add(state, keys [CHUNK, H], chunk, refill=...) for each chunk.
@@ -45,47 +37,57 @@ class Stream(NamedTuple):
         `add` calls refill() once nobody reads the chunk before this one any more.
         """
         first, last = lax.div(self.begin, CHUNK), lax.div(self.end + (CHUNK - 1), CHUNK)
-        ahead = self.buffers.shape[0] - 1
+        ahead = self.ring[0].shape[0] - 1
 
         def copy(chunk) -> None:
             @pl.when(self.leads & (chunk < last))
             def _() -> None:
                 slot = lax.rem(chunk - first, ahead + 1)
-                bring = _copy_pages if len(self.pool.shape) == 3 else _copy_entries
-                bring(self, self.buffers.at[slot], self.arrived.at[slot], chunk)
+                (self._copy_pages if self.geometry.epp else self._copy_entries)(chunk, slot)
 
         def step(chunk, state):
             slot = lax.rem(chunk - first, ahead + 1)
             plgpu.barrier_wait(self.arrived.at[slot])
-            return add(state, self.buffers.at[slot], chunk, refill=lambda: copy(chunk + ahead))
+            keys = self.keys.at[lax.rem(chunk - first, self.keys.shape[0])]
+            if self.geometry.coded:
+                # Of the two slots of keys this one was read two chunks ago, and all have met since.
+                values, side = (buffer.at[slot, self.own] for buffer in self.ring)
+                decode(values, side, keys.at[self.own], self.geometry.form)
+                plgpu.commit_smem()  # before other warps read them
+            return add(state, keys, chunk, refill=lambda: copy(chunk + ahead))
 
         for i in range(ahead):
             copy(first + i)
         return lax.fori_loop(first, last, step, state)
 
+    def _copy_pages(self, chunk, slot) -> None:
+        """The chunk's keys: a part of a page, or several pages; outside begin and end the nearest page once more."""
+        epp, places = self.geometry.epp, self.index.shape[0]
+        size = min(epp, CHUNK)
+        for i in range(CHUNK // size):
+            place = jnp.clip(chunk * CHUNK + i * size, self.begin, self.end - 1)
+            page = self.index[lax.rem(lax.div(place, epp), places)]
+            for array, buffer in zip(self.arrays, self.ring, strict=True):
+                source = array.at[page]
+                if epp > size:
+                    source = array.at[page, pl.ds(lax.rem(chunk * CHUNK, epp), size)]
+                self._copy(source, buffer.at[slot, pl.ds(i * size, size)], slot)
 
-def _copy_pages(keys: Stream, buffer, arrived, chunk) -> None:
-    """The chunk's keys: a part of a page, or several pages; those past the end are the last page once more."""
-    epp = keys.pool.shape[1]
-    size = min(epp, CHUNK)
-    for i in range(CHUNK // size):
-        place = jnp.minimum(chunk * CHUNK + i * size, keys.end - 1)
-        page = keys.index[lax.rem(lax.div(place, epp), keys.places)]
-        source = keys.pool.at[page]
-        if epp > size:
-            source = keys.pool.at[page, pl.ds(lax.rem(chunk * CHUNK, epp), size)]
-        plgpu.copy_gmem_to_smem(source, buffer.at[pl.ds(i * size, size)], arrived)
+    def _copy_entries(self, chunk, slot) -> None:
+        """The chunk's keys one by one; those past the end are the last one once more."""
 
+        def body(j, carry):
+            entry = self.index[jnp.minimum(chunk * CHUNK + j, self.end - 1)]
+            values, *side = self.ring
+            self._copy(self.arrays[0].at[entry], values.at[slot, j], slot)
+            for words in side:
+                first = entry * self.geometry.side_words
+                self._copy(self.arrays[1].at[pl.ds(first, words.shape[2])], words.at[slot, j], slot, bulk=False)
+            return carry
 
-def _copy_entries(keys: Stream, buffer, arrived, chunk) -> None:
-    """The chunk's keys one by one; those past the end are the last one once more."""
-    width = keys.pool.shape[1]
-    size = _copy_size(width)
+        lax.fori_loop(0, CHUNK, body, 0)
 
-    def body(j, carry):
-        entry = keys.index[jnp.minimum(chunk * CHUNK + j, keys.end - 1)]
-        for c in range(0, width, size):
-            plgpu.copy_gmem_to_smem(keys.pool.at[entry, pl.ds(c, size)], buffer.at[j, pl.ds(c, size)], arrived)
-        return carry
-
-    lax.fori_loop(0, CHUNK, body, 0)
+    def _copy(self, source, target, slot, bulk: bool = True) -> None:
+        # A bulk copy takes any size, but neither makes tiles nor ends where the array does.
+        bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if bulk and not self.geometry.tiled else None
+        plgpu.copy_gmem_to_smem(source, target, self.arrived.at[slot], oob_mode=bounds)

@@ -18,10 +18,11 @@ from dsjax import aot
 from pallas_kernels import all_cases, gpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.csa_attention import csa_attention
+from pallas_kernels.entry_format import EntryFormat
 from pallas_kernels.gpu_attention import softmax
 from pallas_kernels.hca_attention import hca_attention
 from pallas_kernels.online_softmax import Running
-from pallas_kernels.pool import Pool
+from pallas_kernels.pool import Pool, PoolShape
 from pallas_kernels.swa_attention import reference, swa_attention
 from pallas_kernels.target import CPU, Target
 from tests.kernels import gpu_cases
@@ -30,20 +31,28 @@ plgpu: Any = mosaic_gpu  # whose interpreter only JAX 0.12 has
 GPU = Target("gpu", "sm_90a", interpret=True)
 GPUS = [("h100", "sm_90a"), ("b200", "sm_100a")]
 NEEDS_KERNELS = pytest.mark.skipif(not GPU.has_gpu_kernels, reason="GPU kernels need JAX 0.12")
-WIDTH, WINDOW, RATIO, NUM_PAGES = 256, 40, 8, 20
+WIDTH, ROPE, WINDOW, RATIO, NUM_PAGES = 256, 64, 40, 8, 20
 EXACT = {"atol": 1e-5}  # float32 sums in another order
 ROUNDED = {"atol": 2e-2}  # weights and keys in bfloat16; values are of order 1
 
 
 class _World:
-    """Rows with window pages in a ring and entry pages, everything unwritten NaN, in layer 1 of 2; the last is unused.
+    """Rows with window pages in a ring and entry pages, in layer 1 of 2; the last is unused. What is unwritten is NaN.
 
     Row 0's window begins inside a page, wraps around the ring and ends inside a page; row 1 has one key and one query.
     """
 
     contexts = (150, 1)
 
-    def __init__(self, heads: int, dtype: Any = jnp.float32, block: int = 1, window_epp: int = 64, entry_epp: int = 16):
+    def __init__(
+        self,
+        heads: int,
+        dtype: Any = jnp.float32,
+        block: int = 1,
+        epp: tuple[int, int] = (64, 16),
+        forms: tuple[str, str] = ("", ""),
+    ):
+        """`epp` and `forms` of the window's and the entries' pages, "" for `dtype`."""
         self.rng = np.random.default_rng(3)
         self.dtype = dtype
         rows = len(self.contexts)
@@ -52,8 +61,8 @@ class _World:
         self.blocks = QueryBlocks(jnp.array([*range(rows), 0]), jnp.array(position), jnp.array(self.length))
         self.q = jnp.asarray(self.rng.normal(size=(rows + 1, block, heads, WIDTH)), dtype)
         self.sink = jnp.asarray(self.rng.normal(size=heads), jnp.float32)
-        self.window = self._pages(window_epp, 2, lambda n: range(max(0, n - block - WINDOW + 1), n))
-        self.entry = self._pages(entry_epp, -(-32 // entry_epp), lambda n: range(n // RATIO))
+        self.window = self._pages(forms[0], epp[0], 2, lambda n: range(max(0, n - block - WINDOW + 1), n))
+        self.entry = self._pages(forms[1], epp[1], -(-32 // epp[1]), lambda n: range(n // RATIO))
         self.chosen = jnp.asarray(self._chosen(block))
 
     def _chosen(self, block: int) -> np.ndarray:
@@ -67,17 +76,21 @@ class _World:
         index[0, :11] = self.rng.permutation(entries)[:11]
         return index
 
-    def _pages(self, epp: int, width: int, live) -> Pages:
+    def _pages(self, form: str, epp: int, width: int, live) -> Pages:
         free = list(self.rng.permutation(NUM_PAGES))
         table = np.full((len(self.contexts), width), NUM_PAGES, np.int32)
-        pool = np.full((2 * NUM_PAGES, epp, WIDTH), np.nan, np.float32)
+        index = []
         for r, n in enumerate(self.contexts):
             pages: dict[int, int] = {}
             for i in live(n):
                 if i // epp not in pages:
                     pages[i // epp] = table[r, i // epp % width] = free.pop()
-                pool[NUM_PAGES + pages[i // epp], i % epp] = self.rng.normal(size=WIDTH)
-        return Pages(Pool.plain(jnp.asarray(pool, self.dtype)), jnp.asarray(table), 1, NUM_PAGES)
+                index.append((NUM_PAGES + pages[i // epp]) * epp + i % epp)
+        shape = PoolShape(EntryFormat(form or jnp.dtype(self.dtype).name, WIDTH, ROPE), 2 * NUM_PAGES, epp)
+        nan = {"uint8": 0x7F, "uint32": 0xFFFFFFFF}
+        pool = jax.tree.map(lambda x: jnp.full(x.shape, nan.get(x.dtype.name, np.nan), x.dtype), shape.abstract(False))
+        entries = jnp.asarray(self.rng.normal(size=(len(index), WIDTH)), self.dtype)
+        return Pages(pool.write(jnp.array(index), entries), jnp.asarray(table), 1, NUM_PAGES)
 
     def run(self, kind: str, target: Target) -> np.ndarray:
         common = {"window": WINDOW, "scale": WIDTH**-0.5, "target": target}
@@ -117,10 +130,26 @@ def test_prefill_equals_the_jnp_path(kind, heads, block):
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize(("window_epp", "entry_epp"), [(32, 8), (96, 32)])
-def test_pages_smaller_and_larger_than_a_chunk(window_epp, entry_epp):
-    world = _World(8, window_epp=window_epp, entry_epp=entry_epp)
+@pytest.mark.parametrize("epp", [(32, 8), (96, 32)])
+def test_pages_smaller_and_larger_than_a_chunk(epp):
+    world = _World(8, epp=epp)
     world.check("hca", world.run("hca", GPU))
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(
+    ("kind", "block", "window", "entries"),
+    [
+        ("swa", 1, "int8", ""),
+        ("hca", 4, "", "fp8"),
+        ("csa", 1, "fp8", "int8"),
+        ("csa", 1, "fp8", ""),  # codes and gathered floats take turns in the same memory
+        ("csa", 4, "int8", "fp8"),
+    ],
+)
+def test_quantised_pages_equal_the_jnp_path(kind, block, window, entries):
+    world = _World(8, block=block, forms=(window, entries))
+    world.check(kind, world.run(kind, GPU))
 
 
 @NEEDS_KERNELS
@@ -149,7 +178,7 @@ def _detect_races():
 @NEEDS_KERNELS
 @pytest.mark.parametrize(("kind", "block"), [("csa", 1), ("csa", 2)])
 def test_no_races_between_two_warpgroups(kind, block):
-    world = _World(32 // block, block=block)
+    world = _World(32 // block, block=block, forms=("fp8", "fp8" if block > 1 else ""))
     with _detect_races():
         got = world.run(kind, GPU)
     world.check(kind, got)
@@ -198,7 +227,7 @@ def test_the_bytes_by_hand():
     def bytes_moved(name: str) -> int:
         case = next(case for case in all_cases.cases() if case.name == name)
         trace = jax.make_jaxpr(lambda arrays: case.call(Target("gpu", "sm_90a"), **arrays))
-        return sum(kernel.bytes_moved for kernel in kernels(trace(case.arrays)))
+        return sum(kernel.bytes_moved for kernel in kernels(trace(case.inputs())))
 
     # 64 rows, 64 heads of 512: queries in bfloat16, results in float32; 128 keys of a window, on two pages
     q, out, key, window = 64 * 64 * 512 * 2, 64 * 64 * 512 * 4, 512 * 2, 128 * 512 * 2 + 2 * 4
