@@ -8,13 +8,14 @@ from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
 from pallas_kernels.indexer_topk import cases as indexer_cases
 from pallas_kernels.mhc_mix import cases as mhc_cases
 
+CACHE_FORMS = ("bfloat16", "int8", "fp8")  # of latents
 FORMS = ("bf16", "fp8", "fp4")  # of experts' weights
 
 
 def cases() -> list[Case]:
     """At the shapes of Flash and Pro, as one device of several has them."""
     return [
-        *(case for kind in ("swa", "hca", "csa") for case in attention_cases.cases(kind)),
+        *(case for form in CACHE_FORMS for kind in ("swa", "hca", "csa") for case in attention_cases.cases(kind, form)),
         *indexer_cases.cases(),
         *mhc_cases.cases(),
         *(case for form in FORMS for case in grouped_matmul_cases.cases(form)),

@@ -22,6 +22,10 @@ REPRESENTATIVE = (
     "hca_attention flash/8 prefill bfloat16",
     "csa_attention flash decode bfloat16",
     "csa_attention flash prefill bfloat16",
+    "swa_attention pro decode int8",
+    "hca_attention flash/8 prefill fp8",
+    "csa_attention flash decode fp8",
+    "csa_attention flash prefill int8",
     "indexer_topk flash decode bfloat16",
     "indexer_topk flash prefill bfloat16",
 )

@@ -122,7 +122,7 @@ def test_decode_equals_the_jnp_path(kind, heads, dtype):
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize(("kind", "heads", "block"), [("hca", 8, 4), ("csa", 8, 4), ("csa", 64, 2), ("swa", 128, 2)])
+@pytest.mark.parametrize(("kind", "heads", "block"), [("csa", 8, 4), ("csa", 64, 2), ("swa", 128, 2)])
 def test_prefill_equals_the_jnp_path(kind, heads, block):
     """A block of threads has four queries of eight heads, one of 64, or half of one of 128."""
     world = _World(heads, block=block)
@@ -140,11 +140,8 @@ def test_pages_smaller_and_larger_than_a_chunk(epp):
 @pytest.mark.parametrize(
     ("kind", "block", "window", "entries"),
     [
-        ("swa", 1, "int8", ""),
-        ("hca", 4, "", "fp8"),
+        ("hca", 4, "int8", "fp8"),
         ("csa", 1, "fp8", "int8"),
-        ("csa", 1, "fp8", ""),  # codes and gathered floats take turns in the same memory
-        ("csa", 4, "int8", "fp8"),
     ],
 )
 def test_quantised_pages_equal_the_jnp_path(kind, block, window, entries):
@@ -176,8 +173,9 @@ def _detect_races():
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize(("kind", "block"), [("csa", 1), ("csa", 2)])
+@pytest.mark.parametrize(("kind", "block"), [("csa", 1), ("hca", 2)])
 def test_no_races_between_two_warpgroups(kind, block):
+    """Nor where codes and, at decode, gathered floats take turns in the same memory."""
     world = _World(32 // block, block=block, forms=("fp8", "fp8" if block > 1 else ""))
     with _detect_races():
         got = world.run(kind, GPU)
@@ -235,6 +233,10 @@ def test_the_bytes_by_hand():
     # and 32,768 / 128 entries on pages of 16; or 512 chosen ones
     assert bytes_moved("hca_attention flash decode bfloat16") == q + out + 64 * (window + 256 * key + 16 * 4)
     assert bytes_moved("csa_attention flash decode bfloat16") == q + out + 64 * (window + 512 * (key + 4))
+    # in fp8 a byte a channel and 80 bytes of side words, of which a gathered entry's come by 128: 1.08 times the least
+    fp8, window8 = 512 + 80, 128 * (512 + 80) + 2 * 4
+    assert bytes_moved("hca_attention flash decode fp8") == q + out + 64 * (window8 + 256 * fp8 + 16 * 4)
+    assert bytes_moved("csa_attention flash decode fp8") == q + out + 64 * (window8 + 512 * (fp8 + 48 + 4))
     # 192 blocks of 16 queries: 15 keys more; 32,768 / 4 entries on pages of 64, with a bit for each query
     q, out = (192 * 16 * x // 64 for x in (q, out))
     window, entries = 143 * key + 3 * 4, 8192 * key + 128 * 4 + 16 * 8192 // 8
@@ -279,5 +281,5 @@ def test_every_case_compiles_without_spills(gpu, architecture):
     compiled = _compile(gpu)
     assert not [case for case in compiled.values() if case.error]
     attention = [case for name, case in compiled.items() if "_attention " in name]
-    assert len(attention) == 18 and all(case.kernels for case in attention)
+    assert len(attention) == 54 and all(case.kernels for case in attention)
     _check([case for case in compiled.values() if case.kernels], architecture)
