@@ -34,6 +34,7 @@ _CHUNK = 128  # of those at a time, while the next ones arrive
 _DEPTH = 64  # of those in one matmul: a tile of shared memory
 _STEP = 16  # of those in one `mma`
 _FN_ROWS = 32  # _MIXES and some unused ones: whole tiles of the `mma`
+_TOGETHER = 4  # of a token's parts, one for each stream at least: their loads are under way at once
 _THREADS = 128
 _SPAN = 8 * _THREADS  # columns of a row that a block reads or writes, 16 bytes a thread
 
@@ -175,11 +176,14 @@ def _mix(
         load = functools.partial(plgpu.load, layout=by_token, optimized=False)
         zero = plgpu.layout_cast(jnp.zeros((_THREADS,), jnp.float32), by_token)
 
-        def add(part, totals):
-            parts = [load(sums.at[part, n, tokens]) for n in range(_MIXES)] + [load(squares.at[part, tokens])]
-            return [total + x for total, x in zip(totals, parts, strict=True)]
+        def add(i, totals):
+            for part in range(_TOGETHER):
+                place = i * _TOGETHER + part
+                values = [load(sums.at[place, n, tokens]) for n in range(_MIXES)] + [load(squares.at[place, tokens])]
+                totals = [total + value for total, value in zip(totals, values, strict=True)]
+            return totals
 
-        *z, square = lax.fori_loop(0, parts, add, [zero] * (_MIXES + 1))
+        *z, square = lax.fori_loop(0, parts // _TOGETHER, add, [zero] * (_MIXES + 1))
         norm = lax.rsqrt(square / (s * width) + config.norm_eps)
         z = [x * norm * scale[min(n // s, 2)] + base[n] for n, x in enumerate(z)]
         for n in range(s):

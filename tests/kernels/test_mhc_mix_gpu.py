@@ -12,11 +12,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu
 
 from benchmarks.kernel_compile import compile_apart
+from benchmarks.kernel_cost import kernels
 from dsjax import aot
-from pallas_kernels.mhc_mix import MixConfig, gpu, mhc_read, mhc_write
+from pallas_kernels.mhc_mix import MixConfig, cases, gpu, mhc_read, mhc_write
 from pallas_kernels.target import CPU, Target
 
 plgpu: Any = mosaic_gpu  # whose interpreter only JAX 0.12 has
+H100 = Target("gpu", "sm_90a")
 GPU = Target("gpu", "sm_90a", interpret=True)
 NEEDS_KERNELS = pytest.mark.skipif(not GPU.has_gpu_kernels, reason="GPU kernels need JAX 0.12")
 CONFIG = MixConfig(sinkhorn_iters=20, eps=1e-6, norm_eps=1e-6)
@@ -55,11 +57,23 @@ def test_the_path_is_chosen_from_shapes_and_target():
     def supports(target: Target, streams: int = 4, width: int = 4096, dtype: Any = jnp.bfloat16) -> bool:
         return gpu.supports(jax.ShapeDtypeStruct((streams, 5, width), dtype), target)  # type: ignore[arg-type]
 
-    h100 = Target("gpu", "sm_90a")
-    assert supports(h100) is h100.has_gpu_kernels is (jax.__version_info__ >= (0, 12))
+    assert supports(H100) is H100.has_gpu_kernels is (jax.__version_info__ >= (0, 12))
     assert not supports(Target("gpu")) and not supports(CPU) and not supports(Target("tpu", "v6e"))
-    assert not supports(h100, streams=2) and not supports(h100, width=4096 + 512)
-    assert not supports(h100, dtype=jnp.float32)
+    assert not supports(H100, streams=2) and not supports(H100, width=4096 + 512)
+    assert not supports(H100, dtype=jnp.float32)
+
+
+@NEEDS_KERNELS
+def test_the_bytes_by_hand():
+    """Flash: 64 tokens of four streams of 4,096, whose products 32 blocks add up apart."""
+    case = next(case for case in cases.cases() if case.name == "mhc_mix flash decode")
+    program = jax.make_jaxpr(lambda arrays: case.call(H100, **arrays))(case.inputs(H100))
+    found = {kernel.name: kernel.bytes_moved for kernel in kernels(program)}
+    row, fn = 64 * 4096 * 2, 24 * 4 * 4096 * 4
+    assert found["mhc_project"] == 4 * row + fn + 32 * (32 + 1) * 64 * 4
+    assert found["mhc_mix"] == 32 * (24 + 1) * 128 * 4 + 24 * 128 * 4  # for 128 tokens
+    assert found["mhc_read"] == (4 + 1) * row + 4 * 64 * 4
+    assert found["mhc_write"] == (4 + 1 + 4) * row + 20 * 64 * 4
 
 
 @NEEDS_KERNELS

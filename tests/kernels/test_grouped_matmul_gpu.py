@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu
 
 from benchmarks.kernel_compile import compile_apart
+from benchmarks.kernel_cost import kernels
 from dsjax import aot
 from pallas_kernels import all_cases
 from pallas_kernels.dequantize import dequantize
@@ -20,6 +21,7 @@ from pallas_kernels.grouped_matmul import Tiles, gpu, grouped_matmul, reference
 from pallas_kernels.target import CPU, Target
 
 plgpu: Any = mosaic_gpu  # whose interpreter only JAX 0.12 has
+H100 = Target("gpu", "sm_90a")
 GPU = Target("gpu", "sm_90a", interpret=True)
 NEEDS_KERNELS = pytest.mark.skipif(not GPU.has_gpu_kernels, reason="GPU kernels need JAX 0.12")
 FORMS = pytest.mark.parametrize("form", ["dense", "fp8", "fp4"])
@@ -120,14 +122,28 @@ def test_the_path_is_chosen_from_shapes_and_target():
         x, matrices = jax.ShapeDtypeStruct((64, k), dtype), jax.ShapeDtypeStruct((4, stored_k, n), weights)
         return gpu.supports(x, matrices, rows, target)  # type: ignore[arg-type]
 
-    h100 = Target("gpu", "sm_90a")
-    assert supports(h100) is h100.has_gpu_kernels is (jax.__version_info__ >= (0, 12))
-    if h100.has_gpu_kernels:
-        assert supports(h100, weights=jnp.float8_e4m3fn) and supports(h100, weights=jnp.bfloat16, k=64)
+    assert supports(H100) is H100.has_gpu_kernels is (jax.__version_info__ >= (0, 12))
+    if H100.has_gpu_kernels:
+        assert supports(H100, weights=jnp.float8_e4m3fn) and supports(H100, weights=jnp.bfloat16, k=64)
     assert not supports(Target("gpu")) and not supports(CPU) and not supports(Target("tpu", "v6e"))
-    assert not supports(h100, k=4096 + 64) and not supports(h100, n=4096 + 128)
-    assert not supports(h100, rows=8) and not supports(h100, rows=256)
-    assert not supports(h100, dtype=jnp.float32) and not supports(h100, weights=jnp.float32)
+    assert not supports(H100, k=4096 + 64) and not supports(H100, n=4096 + 128)
+    assert not supports(H100, rows=8) and not supports(H100, rows=256)
+    assert not supports(H100, dtype=jnp.float32) and not supports(H100, weights=jnp.float32)
+
+
+@NEEDS_KERNELS
+def test_the_bytes_by_hand():
+    """Decode: 64 tiles of 16 rows, 16 experts of 4096 x 4096, each read once."""
+
+    def bytes_moved(name: str) -> int:
+        case = next(case for case in all_cases.cases() if case.name == name)
+        program = jax.make_jaxpr(lambda arrays: case.call(H100, **arrays))(case.inputs(H100))
+        return sum(kernel.bytes_moved for kernel in kernels(program))
+
+    x, out, codes = 64 * 16 * 4096 * 2, 64 * 16 * 4096 * 4, 16 * 4096 * 4096
+    assert bytes_moved("grouped_matmul flash w13 decode bf16") == x + out + 2 * codes
+    assert bytes_moved("grouped_matmul flash w13 decode fp8") == x + out + codes + codes // 128**2 * 4
+    assert bytes_moved("grouped_matmul flash w13 decode fp4") == x + out + codes // 2 + codes // 32
 
 
 @NEEDS_KERNELS
