@@ -34,7 +34,7 @@ _CHUNK = 128  # of those at a time, while the next ones arrive
 _DEPTH = 64  # of those in one matmul: a tile of shared memory
 _STEP = 16  # of those in one `mma`
 _FN_ROWS = 32  # _MIXES and some unused ones: whole tiles of the `mma`
-_TOGETHER = 4  # of a token's parts, one for each stream at least: their loads are under way at once
+_TOGETHER = 4  # parts of a sum whose loads are under way at once; each of the four streams has as many parts
 _THREADS = 128
 _SPAN = 8 * _THREADS  # columns of a row that a block reads or writes, 16 bytes a thread
 
