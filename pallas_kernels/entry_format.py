@@ -18,10 +18,12 @@ index keys (no rotary channels of their own: the release quantises all)
                       32 g .. 32 g + 31. Kept in the Hadamard basis, as in the release: it spreads a large channel's
                       rounding error over all.
 
-A TPU copies memory in units of 128 lanes, so that there pages are tiled. Entries that are gathered one by one have
-values [entries, width / 128, 128]; side words are [rows, 128], rows = ceil(entries / (128 // words)), entry e in row
-e % rows from lane words * (e // rows) on; fp4 values are [entries / 2, 128], entry e in row e % (entries / 2) from lane
-64 * (e // (entries / 2)) on.
+A TPU copies memory in rows of 128 lanes of 32 bits, so that there pages are tiled. Float entries that are gathered one
+by one have values [entries, width / 128, 128]. Latents' bytes are uint32 words [entries, width / 4]: word j is bytes j,
+j + width/4, j + width/2, j + 3 width/4, from the low one up, so that each plane of bytes is a run of channels. Their
+side words are [rows, 1, 128] (without the axis of 1, memory would be padded to 8 rows), rows = ceil(entries / (128 //
+words)), entry e in row e % rows from lane words * (e // rows) on. fp4 values are [entries / 2, 128], entry e in row
+e % (entries / 2) from lane 64 * (e // (entries / 2)) on.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ class EntryFormat:
         return -(-words // 4) * 4  # whole units of 16 bytes, which a GPU's bulk copies ask for
 
     def can_tile(self) -> bool:
-        """Whether its width is one that TPU kernels are written for."""
-        return self.width % LANES == 0
+        """Whether its width is one that TPU kernels are written for: rows of whole lanes."""
+        return self.width % (4 * LANES if self.quantised and self.rope else LANES) == 0
 
     def side_rows(self, entries: int) -> int:
         """Of a tiled page."""
@@ -96,9 +98,9 @@ class EntryFormat:
         if self.name == "fp4":
             values = (entries // 2, LANES) if tiled else (entries, self.width // 2)
         else:
-            values = (*rows, self.width // LANES, LANES) if tiled and gathered else (*rows, self.width)
+            values = (*rows, self.width)
         if not self.rope:
-            side = (1, entries)
-        else:
-            side = (self.side_rows(entries), LANES) if tiled else (entries, self.side_words)
-        return (values, "uint8"), (side, "uint32")
+            return (values, "uint8"), ((1, entries), "uint32")
+        if tiled:
+            return ((*rows, self.width // 4), "uint32"), ((self.side_rows(entries), 1, LANES), "uint32")
+        return (values, "uint8"), ((entries, self.side_words), "uint32")

@@ -85,7 +85,7 @@ class Pool:
             rows = self.entries_per_page // 2
             values = _scatter_lanes(self.values, page * rows + entry % rows, 64 * (entry // rows), values)
         else:
-            values = _scatter(self.values, self._num_entries, index, values)
+            values = _scatter(self.values, self._num_entries, index, _to_words(values) if self.format.rope else values)
         if not self.format.rope:
             side = _scatter(_present(self), self._num_entries, index, side)
         else:
@@ -129,7 +129,7 @@ def _scatter(array: jax.Array, rows: int, index: jax.Array, new: jax.Array) -> j
 
 
 def _scatter_lanes(array: jax.Array, row: jax.Array, lane: jax.Array, new: jax.Array) -> jax.Array:
-    """array [pages, rows, 128] with new [T, n] in row [T] of all pages' rows from lane [T] on."""
+    """array [pages, rows, 128] or [pages, rows, 1, 128] with new [T, n] in row [T] of all rows from lane [T] on."""
     lanes = lane[:, None] + jnp.arange(new.shape[1])
     return array.reshape(-1, LANES).at[row[:, None], lanes].set(new, mode="drop").reshape(array.shape)
 
@@ -140,7 +140,7 @@ def _untile(values: jax.Array, side: jax.Array, form: EntryFormat, entries: int)
         halves = values.reshape(*values.shape[:-1], 2, LANES // 2)
         values = jnp.concatenate([halves[..., 0, :], halves[..., 1, :]], axis=-2)
     if form.rope:
-        words = form.side_words
+        values, side, words = _from_words(values), side[..., 0, :], form.side_words
         parts = [side[..., i * words : (i + 1) * words] for i in range(LANES // words)]
         side = jnp.concatenate(parts, axis=-2)[..., :entries, :]
     return values, side
@@ -169,7 +169,7 @@ def encode(entries: jax.Array, form: EntryFormat) -> tuple[jax.Array, jax.Array 
         return codes, jax.lax.bitcast_convert_type(scale, jnp.uint32)
     bits = jax.lax.bitcast_convert_type(entries[:, form.num_codes :].astype(jnp.bfloat16), jnp.uint16)
     values = jnp.concatenate([codes, (bits >> 8).astype(jnp.uint8)], axis=1)
-    low = _join_bytes((bits & 255).astype(jnp.uint32).reshape(len(bits), 4, -1).swapaxes(1, 2))
+    low = _to_words(bits & 255)
     if form.name == "int8":
         scales = jax.lax.bitcast_convert_type(scale, jnp.uint32)
     else:
@@ -198,8 +198,7 @@ def decode(values: jax.Array, side: jax.Array, form: EntryFormat, dtype: jnp.dty
     numbers = (numbers * scale).astype(dtype)
     if not form.rope:
         return numbers
-    low = _split_bytes(side[..., :n]).reshape(*side.shape[:-1], n, 4).swapaxes(-1, -2)
-    low = low.reshape(*side.shape[:-1], form.rope)
+    low = _from_words(side[..., :n]).astype(jnp.uint32)
     bits = (values[..., form.num_codes :].astype(jnp.uint32) << 24) | (low << 16)
     rotary = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.concatenate([numbers, rotary.astype(dtype)], axis=-1)
@@ -257,6 +256,17 @@ def _in_fours(x: jax.Array) -> jax.Array:
     """[T, n] -> [T, ceil(n / 4), 4], zeros at the end."""
     words = -(-x.shape[1] // 4)
     return jnp.pad(x, ((0, 0), (0, 4 * words - x.shape[1]))).reshape(len(x), words, 4)
+
+
+def _to_words(x: jax.Array) -> jax.Array:
+    """Bytes [..., 4 n] -> words [..., n], whose bytes are n apart, the first one low."""
+    return _join_bytes(x.astype(jnp.uint32).reshape(*x.shape[:-1], 4, -1).swapaxes(-1, -2))
+
+
+def _from_words(words: jax.Array) -> jax.Array:
+    """[..., n] uint32 -> [..., 4 n] uint8."""
+    planes = [words >> shift for shift in (0, 8, 16, 24)]
+    return jnp.concatenate(planes, axis=-1).astype(jnp.uint8)
 
 
 def _join_bytes(x: jax.Array) -> jax.Array:
