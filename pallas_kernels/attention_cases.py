@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.case import Case, array
+from pallas_kernels.chosen import MaskShape
 from pallas_kernels.csa_attention import csa_attention
 from pallas_kernels.entry_format import EntryFormat
 from pallas_kernels.hca_attention import hca_attention
@@ -46,8 +47,8 @@ def _case(kind: str, model: str, step: str, form: str) -> Case:
         pool = PoolShape(entries, LAYERS * NUM_PAGES, epp, gathered=kind == "csa")
         arrays |= {"entry_pool": pool, "entry_table": array(jnp.int32, ROWS, places)}
     if kind == "csa":
-        shape = (num_blocks, TOP_K[model]) if block == 1 else (num_blocks, block, places * epp)
-        arrays["chosen"] = array(jnp.int32 if block == 1 else jnp.bool_, *shape)
+        indices, mask = array(jnp.int32, num_blocks, TOP_K[model]), MaskShape(num_blocks, block, places * epp)
+        arrays["chosen"] = indices if block == 1 else mask
 
     def call(
         target: Target,

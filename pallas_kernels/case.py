@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
+from pallas_kernels.chosen import MaskShape
 from pallas_kernels.pool import PoolShape
 from pallas_kernels.target import CPU, Target
 
@@ -19,8 +21,8 @@ from pallas_kernels.target import CPU, Target
 class Case:
     """`call(target, **arrays)` runs the operation; `arrays` are its inputs, nested as they come.
 
-    An input is a jax.ShapeDtypeStruct where any values will do, a numpy array where they say what work there is, or a
-    PoolShape.
+    An input is a jax.ShapeDtypeStruct where any values will do, a numpy array where they say what work there is, or
+    what a target's own form depends on: a PoolShape or a MaskShape.
     """
 
     name: str
@@ -28,12 +30,14 @@ class Case:
     arrays: dict[str, Any]
 
     def inputs(self, target: Target = CPU) -> dict[str, Any]:
-        """The arrays as a target has them: pages that a TPU's kernels read are tiled."""
+        """The arrays as a target has them: pages that a TPU's kernels read are tiled, masks are bits."""
 
         def abstract(x: Any) -> Any:
-            return x.abstract(target.has_tpu_kernels and x.format.can_tile()) if isinstance(x, PoolShape) else x
+            if isinstance(x, PoolShape):
+                return x.abstract(target.has_tpu_kernels and x.format.can_tile())
+            return x.abstract(target.has_tpu_kernels) if isinstance(x, MaskShape) else x
 
-        return jax.tree.map(abstract, self.arrays, is_leaf=lambda x: isinstance(x, PoolShape))
+        return jax.tree.map(abstract, self.arrays, is_leaf=lambda x: isinstance(x, PoolShape | MaskShape))
 
     def lower(self, device: Any) -> jax.stages.Lowered:
         """For compilation on a device that need not be there."""
@@ -42,7 +46,7 @@ class Case:
     def stages(self, device: Any) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
         """The traced program, whose kernels say what they cost, and as `lower` gives it."""
         target, sharding = Target.of(device), SingleDeviceSharding(device)
-        arrays = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), self.inputs(target))
+        arrays = jax.tree.map(lambda s: _placed(s, sharding), self.inputs(target))
         if target.platform == "gpu":  # "gpu" is no compiler's name
             kind = AbstractDevice(device.device_kind, None, platform="cuda")
         else:
@@ -65,6 +69,13 @@ class Case:
             return rng.integers(0, 2 if leaf.dtype == bool else 100, leaf.shape).astype(leaf.dtype)
 
         return jax.tree.map(fill, self.inputs())
+
+
+def _placed(s: jax.ShapeDtypeStruct, sharding: SingleDeviceSharding) -> jax.ShapeDtypeStruct:
+    """On a device. Tables are cut out of one packed array in the engine's step, so that the compiler lays them out as
+    their readers want; as an input of its own a narrow one would be transposed, and copied to be read."""
+    is_table = s.ndim == 2 and s.dtype == jnp.int32
+    return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=Format(Layout((0, 1)), sharding) if is_table else sharding)
 
 
 def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

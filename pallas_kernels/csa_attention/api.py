@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels import chosen as masks
 from pallas_kernels import gpu_attention, tpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
-from pallas_kernels.csa_attention import reference, tpu
+from pallas_kernels.csa_attention import reference
 from pallas_kernels.swa_attention.api import check_shapes, finish
 from pallas_kernels.target import CPU, Target
 
@@ -18,7 +20,8 @@ def csa_attention(
     blocks: QueryBlocks,
     window_pages: Pages,
     entry_pages: Pages,
-    chosen: jax.Array,  # as indexer_topk returns it: mask [NB, B, entries] of those here, for B = 1 indices [NB, k]
+    chosen: jax.Array,  # as indexer_topk returns it: mask [NB, B, entries] of those here, or its bits (chosen.pack);
+    # for B = 1 indices [NB, k], those in use first
     sink: jax.Array,  # [N], or this device's part of it where several share the pages
     *,
     window: int,
@@ -34,10 +37,13 @@ def csa_attention(
     check_shapes("csa_attention", q, blocks, entry_pages, sink)
     if chosen.ndim != (2 if q.shape[1] == 1 else 3):
         raise ValueError(f"csa_attention: chosen {chosen.shape} must be indices for B=1 and a mask for B={q.shape[1]}")
+    has_kernel = tpu_attention.supports([window_pages, entry_pages], target)
+    if chosen.ndim == 3 and chosen.dtype != jnp.bool_ and not has_kernel:
+        chosen = masks.unpack(chosen, q.shape[1], entry_pages.max_entries)
     pages, sizes = (window_pages, entry_pages), {"window": window, "ratio": ratio}
     kernel: Any = {"scale": scale, "target": target, "partial": entry_pages.count > 1}
-    if tpu_attention.supports(list(pages), target):
-        run = tpu.csa_attention(q, blocks, *pages, chosen, sink, **sizes, **kernel)
+    if has_kernel:
+        run = tpu_attention.attend(q, blocks, *pages, chosen, sink, **sizes, **kernel)
     elif gpu_attention.supports(q, list(pages), target):
         keys = [
             gpu_attention.window_keys(blocks, window_pages, window, q.shape[1]),
