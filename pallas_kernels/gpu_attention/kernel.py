@@ -178,7 +178,7 @@ def _kernel(inputs, arrays, outs, scratch, *, geometry, rings, heads, threads, s
         )
 
         if n:
-            softmax.meet()  # all have read the last buffers of the segment before
+            softmax.read_all()  # the last buffers of the segment before
         state = stream.run(functools.partial(softmax.add, seen=seen), state)
     softmax.finish(state, [out.at[block, rows] for out in outs])
 

@@ -52,6 +52,11 @@ class Softmax:
             plgpu.barrier_arrive(self.scratch["together"])
             plgpu.barrier_wait(self.scratch["together"])
 
+    def read_all(self) -> None:
+        """All have come here and read the keys so far: copies may go where those were."""
+        plgpu.commit_smem()
+        self.meet()
+
     def start(self, maximum, denominator):
         zero = plgpu.layout_cast(jnp.zeros((self.rows, COLUMNS), jnp.float32), self.sum)
         load = functools.partial(plgpu.load, layout=self.row, optimized=False)
@@ -82,7 +87,7 @@ class Softmax:
         maximum, denominator, sums = state
         logits, weights = self.scratch["logits"], self.scratch["weights"]
         plgpu.store(logits.at[:, self.own], self._logits(keys.at[self.own]), optimized=False)
-        self.meet()
+        self.read_all()
         refill()
         self._clear(keys, seen.first - chunk * CHUNK, seen.last - chunk * CHUNK)
         x = plgpu.load(logits, layout=self.sum, optimized=False) * self.scale

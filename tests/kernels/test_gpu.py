@@ -183,6 +183,17 @@ def test_no_races_between_two_warpgroups(kind, block):
 
 
 @NEEDS_KERNELS
+@pytest.mark.slow
+def test_no_races_where_a_buffer_is_filled_again(monkeypatch):
+    """150 keys are five chunks, one more than there are buffers."""
+    monkeypatch.setitem(globals(), "WINDOW", 160)
+    world = _World(32, epp=(96, 16))
+    with _detect_races():
+        got = world.run("swa", GPU)
+    world.check("swa", got)
+
+
+@NEEDS_KERNELS
 def test_a_missing_barrier_is_found(monkeypatch):
     monkeypatch.setattr(softmax.Softmax, "meet", lambda self: None)
     try:
