@@ -108,6 +108,7 @@ def make_runner(
     platform = mesh.devices.flat[0].platform
     compute = resolve_dtype(dtype, platform)
     target = CPU if kernels == "jnp" else Target.of(mesh.devices.flat[0])
+    log.info("kernels: %s", _kernels_in_words(kernels, mesh.devices.flat[0], target))
     spec = CacheSpec.of(
         stages.config,
         cache,
@@ -144,6 +145,16 @@ def make_runner(
         **options,
     )
     return runner, max_model_len
+
+
+def _kernels_in_words(kernels: str, device: Any, target: Target) -> str:
+    if kernels == "jnp":
+        return "plain JAX, as kernels=jnp asks"
+    if target.has_tpu_kernels or target.has_gpu_kernels:
+        return f"Pallas, for {target.generation}"
+    if target.generation:
+        return f"plain JAX, since those for {device.device_kind} need JAX 0.12 or newer and this is {jax.__version__}"
+    return f"plain JAX, since there are none for {device.device_kind} (platform {device.platform})"
 
 
 def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:

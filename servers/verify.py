@@ -29,7 +29,9 @@ def _main(argv: Sequence[str]) -> int:
     flags.DEFINE_multi_string(
         "mode", None, "full, paged, chunk=N or token; repeatable; default all", flag_values=values
     )
-    flags.DEFINE_string("kv_cache_dtype", "auto", "auto (the activations'), float32, bfloat16", flag_values=values)
+    flags.DEFINE_string(
+        "kv_cache_dtype", "auto", "auto (the activations'), float32, bfloat16, int8, fp8, fp8_fp4", flag_values=values
+    )
     flags.DEFINE_string("dtype", "float32", "of weights and activations: float32, bfloat16", flag_values=values)
     flags.DEFINE_string(
         "weight_format", "auto", "auto (widened on the CPU, else stored), stored, widened", flag_values=values

@@ -223,7 +223,9 @@ def _format(kind: EntryKind, model: ModelConfig, cache: CacheConfig, dtype: str)
             return EntryFormat(name, model.index_head_dim)
         return EntryFormat(name, model.head_dim, model.qk_rope_head_dim)
     except ValueError as error:
-        raise ConfigError(f"kv_cache_dtype={cache.kv_cache_dtype!r} does not fit the model: {error}") from error
+        raise ConfigError(
+            f"kv_cache_dtype={cache.kv_cache_dtype!r} does not fit this model's {kind.value} entries: {error}"
+        ) from error
 
 
 def _override_pages(

@@ -8,7 +8,9 @@ from dsjax.config import CacheConfig, LayerKind, ModelConfig, SchedulerConfig
 MIXED = (LayerKind.SLIDING, LayerKind.CSA, LayerKind.HCA, LayerKind.CSA)
 
 
-def model_config(layer_kinds=MIXED, window: int = 8, csa_ratio: int = 4, hca_ratio: int = 8) -> ModelConfig:
+def model_config(
+    layer_kinds=MIXED, window: int = 8, csa_ratio: int = 4, hca_ratio: int = 8, index: int = 8
+) -> ModelConfig:
     return ModelConfig(
         vocab_size=64,
         hidden_size=32,
@@ -26,7 +28,7 @@ def model_config(layer_kinds=MIXED, window: int = 8, csa_ratio: int = 4, hca_rat
         swiglu_limit=0.0,
         sliding_window=window,
         index_n_heads=1,
-        index_head_dim=8,
+        index_head_dim=index,
         index_topk=2,
         hc_mult=2,
         max_position_embeddings=4096,
@@ -40,6 +42,7 @@ def cache_spec(
     layer_kinds=MIXED,
     window: int = 8,
     hca_ratio: int = 8,
+    index: int = 8,
     page: int = 8,
     unit: int = 8,
     interval: int = 16,
@@ -56,7 +59,7 @@ def cache_spec(
     **cache: str,
 ) -> CacheSpec:
     return CacheSpec.of(
-        model_config(layer_kinds, window, hca_ratio=hca_ratio),
+        model_config(layer_kinds, window, hca_ratio=hca_ratio, index=index),
         CacheConfig(
             block_size=page,
             enable_prefix_caching=prefix,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dsjax.cache.spec import EntryKind
-from dsjax.config import LayerKind
+from configs.models import MODELS
+from dsjax.cache.spec import CacheSpec, EntryKind
+from dsjax.config import CacheConfig, LayerKind, SchedulerConfig
 from dsjax.errors import ConfigError
 from tests.cache.specs import MIXED, cache_spec
 
@@ -103,3 +104,48 @@ def test_default_pools_hold_a_chunk_of_one_request(page, window):
     spec = cache_spec(layer_kinds=MIXED, page=page, window=window, num_seqs=1, num_snapshots=0, max_model_len=40)
     assert spec.max_chunk_tokens == 32
     assert spec.max_request_tokens == 40
+
+
+FLASH_BYTES = {"bfloat16": 6880, "fp8": 3850, "fp8_fp4": 3514}  # a token, counted by hand from the release's entries
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("num_parts", [1, 4])
+@pytest.mark.parametrize(("form", "theory"), FLASH_BYTES.items())
+def test_a_token_of_flash_takes_what_its_entries_do(form, theory, num_parts, tiled):
+    """21 layers an entry and a key for 4 tokens, 20 layers an entry for 128: at most 1.05 times the theory."""
+    spec = CacheSpec.of(
+        MODELS["deepseek-v4-flash"](),
+        CacheConfig(kv_cache_dtype=form, cache_memory_bytes=1 << 36),
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        32768,
+        num_parts=num_parts,
+        tiled=tiled,
+    )
+    assert theory <= num_parts * spec.bytes_per_token() <= 1.05 * theory
+    full = 4 * 32768 * spec.bytes_per_token()
+    pages = sum(k.num_pages * k.page_bytes for k in spec.kinds.values() if k.window is None)
+    assert pages == full
+
+
+def test_each_kind_of_entry_may_have_its_own_format():
+    spec = cache_spec(index=32, kv_cache_dtype="fp8", window_cache_dtype="bfloat16", index_cache_dtype="fp4")
+    assert [spec.kinds[k].format.name for k in EntryKind if k in spec.kinds] == ["bfloat16", "fp8", "fp4", "fp8"]
+    spec = cache_spec(dtype="bfloat16", window_cache_dtype="int8")
+    assert [spec.kinds[k].format.name for k in EntryKind if k in spec.kinds] == ["int8", *["bfloat16"] * 3]
+
+
+def test_a_format_that_cannot_hold_the_model_s_entries_is_refused():
+    with pytest.raises(ConfigError, match=r"index_key entries.*fp4 takes keys of 32, 64 or 128 channels, not 8"):
+        cache_spec(kv_cache_dtype="fp8_fp4")
+
+
+def test_bytes_of_quantised_pages_by_hand():
+    spec = cache_spec(kv_cache_dtype="fp8")
+    # 16 channels of which 8 are rotary: 16 bytes of values, 2 words of low bytes and one of scales in units of 4 words
+    assert [spec.kinds[k].page_bytes for k in EntryKind if k in spec.kinds] == [
+        4 * 8 * (16 + 16),
+        2 * 8 * (16 + 16),
+        2 * 8 * (8 + 4),
+        2 * (16 + 16),
+    ]
