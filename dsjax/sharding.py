@@ -206,5 +206,5 @@ def pools(mesh: Mesh) -> NamedSharding:
 
 
 def states(mesh: Mesh) -> NamedSharding:
-    """Of STATE [stages * shards * layers * slots, 3, channels]: whole on each device of a shard."""
+    """Of STATE [stages * shards * layers * slots, values]: whole on each device of a shard."""
     return NamedSharding(mesh, PartitionSpec((STAGE, DATA)))

@@ -134,7 +134,7 @@ class CacheSpec:
         block, window = cache.block_size * num_parts, model.sliding_window
         num_snapshots = cache.num_snapshots if cache.enable_prefix_caching else 0
         csa, hca = model.layer_kinds.count(LayerKind.CSA), model.layer_kinds.count(LayerKind.HCA)
-        state_values = csa * 9 * (model.head_dim + model.index_head_dim) + hca * 3 * model.head_dim
+        state_values = csa * 6 * (model.head_dim + model.index_head_dim) + hca * 3 * model.head_dim
         state_bytes = (scheduler.max_num_seqs + num_snapshots) * state_values * 4
         kinds = _layouts(model, cache, dtype, num_mtp_layers, num_parts, tiled)
         pooled = {kind: layout for kind, layout in kinds.items() if kind is not EntryKind.INDEX_KEY}

@@ -17,10 +17,9 @@ from pallas_kernels.pool import Pool
 
 
 class CacheState(NamedTuple):
-    """Pools of pages and STATE [layers * slots, 3, channels] float32, by kind.
+    """Pools of pages and STATE [layers * slots, values] float32, by kind.
 
-    STATE's middle axis is (maximum, denominator, weighted
-    sum); its channels are those of `pallas_kernels.compress`.
+    What the values of STATE are is said in `pallas_kernels.compress.api`.
     On a mesh the leading axes of all stages and data shards are joined, so that a device's part has the shapes above.
     """
 
@@ -33,9 +32,9 @@ class CacheState(NamedTuple):
         parts = mesh.shape[STAGE] * mesh.shape[DATA] if mesh else 1
         num_csa, num_hca = config.layer_kinds.count(LayerKind.CSA), config.layer_kinds.count(LayerKind.HCA)
         layouts = {
-            EntryKind.CSA: (num_csa, 3 * config.head_dim),
-            EntryKind.INDEX_KEY: (num_csa, 3 * config.index_head_dim),
-            EntryKind.HCA: (num_hca, config.head_dim),
+            EntryKind.CSA: (num_csa, 6 * config.head_dim),
+            EntryKind.INDEX_KEY: (num_csa, 6 * config.index_head_dim),
+            EntryKind.HCA: (num_hca, 3 * config.head_dim),
         }
 
         def pool(kind_spec: KindSpec) -> Pool:
@@ -53,11 +52,11 @@ class CacheState(NamedTuple):
         pools = {kind: pool(kind_spec) for kind, kind_spec in spec.kinds.items()}
         states = {
             kind: jax.ShapeDtypeStruct(
-                (parts * layers * spec.num_state_slots, 3, channels),
+                (parts * layers * spec.num_state_slots, values),
                 jnp.float32,
                 sharding=mesh and sharding.states(mesh),
             )
-            for kind, (layers, channels) in layouts.items()
+            for kind, (layers, values) in layouts.items()
             if layers
         }
         return cls(pools, states)  # type: ignore[arg-type]  # shapes in place of arrays

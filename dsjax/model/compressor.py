@@ -8,7 +8,8 @@ from flax import nnx
 
 from dsjax.model.norm import RMSNorm
 from dsjax.model.param import HIGHEST, Linear, constant
-from dsjax.model.rope import cos_sin, rotate
+from dsjax.model.rope import cos_sin
+from pallas_kernels.compress import Finish, finish
 
 
 class Compressor(nnx.Module):
@@ -33,10 +34,10 @@ class Compressor(nnx.Module):
         logits = self.wgate(x, jnp.float32, HIGHEST) + self.ape[...][jax.lax.rem(positions, self.ratio)]
         return values, logits
 
-    def finish(self, pooled: jax.Array, window: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """pooled [..., width] float32 of windows [...] -> entries: normalised, rotated at the window's first token."""
-        freq = jnp.asarray(self.freq, jnp.float32)
-        return rotate(self.norm(pooled), cos_sin(freq, window * self.ratio)).astype(dtype)
+    def finishing(self, window: jax.Array) -> Finish:
+        """What becomes of the pooled entries of windows [NP]: normalised, rotated at the window's first token."""
+        angles = cos_sin(jnp.asarray(self.freq, jnp.float32), window * self.ratio)
+        return Finish(self.norm.scale[...], self.norm.eps, *angles)
 
     def full(self, x: jax.Array) -> jax.Array:
         """x [S, D], one whole sequence -> its S // ratio entries [C, width]."""
@@ -51,7 +52,7 @@ class Compressor(nnx.Module):
             values = jnp.concatenate([before_v, values[:, :, w:]], axis=1)
             logits = jnp.concatenate([before_l, logits[:, :, w:]], axis=1)
         pooled = jnp.sum(jax.nn.softmax(logits, axis=1) * values, axis=1)
-        return self.finish(pooled, jnp.arange(num), x.dtype)
+        return finish(pooled, self.finishing(jnp.arange(num)), x.dtype)
 
 
 def num_visible(positions: jax.Array, ratio: int) -> jax.Array:

@@ -175,22 +175,20 @@ class _LayerStep:
         values, logits = compressor.project(x, batch.positions)
         states = self.cache.states[kind]
         num_slots = states.shape[0] // self._num_layers(kind)
-        num_rows = batch.row_slot.shape[0]
-        # As in cache_write: one row would become a slice and an update, and XLA would copy the array. Padding rows read
-        # some state and write none.
-        slot = jnp.pad(batch.row_slot, (0, int(num_rows == 1)), constant_values=NOWHERE) + self.nth * num_slots
-        pooled, state = compress(
+        entries, states = compress(
             values,
             logits,
             pieces,
-            states.at[slot].get(mode="clip")[:num_rows],
+            states,
+            batch.row_slot + self.nth * num_slots,
             batch.row_position,
+            compressor.finishing(pieces.window),
             ratio=compressor.ratio,
             overlap=compressor.overlap,
+            dtype=x.dtype,
+            target=self.target,
         )
-        states = states.at[slot].set(jnp.pad(state, ((0, slot.shape[0] - num_rows), (0, 0), (0, 0))), mode="drop")
         self.cache = self.cache._replace(states={**self.cache.states, kind: states})
-        entries = compressor.finish(pooled, pieces.window, x.dtype)
         self._write(kind, pieces.entry_slot, entries, self.nth)
         if self.tap is not None and kind is not EntryKind.INDEX_KEY:
             self.tap("compressed_kv", entries)

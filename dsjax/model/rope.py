@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsjax.config import LayerKind, ModelConfig
+from pallas_kernels import rotary
 
 CosSin = tuple[jax.Array, jax.Array]  # each [..., r/2], float32
 
@@ -45,10 +46,4 @@ def cos_sin(freq: np.ndarray | jax.Array, positions: jax.Array) -> CosSin:
 def rotate(x: jax.Array, table: CosSin, *, inverse: bool = False) -> jax.Array:
     """Rotates the last r channels of x [..., d] by the table's angles (broadcast over the leading axes of x)."""
     cos, sin = table
-    if inverse:
-        sin = -sin
-    half = cos.shape[-1]
-    pairs = x[..., x.shape[-1] - 2 * half :].astype(jnp.float32).reshape(*x.shape[:-1], half, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(*x.shape[:-1], 2 * half)
-    return jnp.concatenate([x[..., : x.shape[-1] - 2 * half], turned.astype(x.dtype)], axis=-1)
+    return rotary.rotate(x, cos, -sin if inverse else sin)

@@ -52,7 +52,7 @@ class Layout:
             self.ints[f"{kind.value}.table"] = (r, spec.kinds[kind].table_width)
         for kind in spec.compressed_kinds:
             pieces = bucket.num_pieces(spec.kinds[kind].ratio)
-            for name in ("row", "window", "first", "complete", "entry_slot"):
+            for name in ("row", "window", "first", "complete", "entry_slot", "last_token"):
                 self.ints[f"{kind.value}.{name}"] = (pieces,)
             self.ints[f"{kind.value}.last_of_row"] = (r,)
             if not bucket.is_decode:
@@ -92,6 +92,7 @@ def pack(layout: Layout, rows: Sequence[RowPlan]) -> HostBatch:
     for kind in spec.compressed_kinds:
         a[f"{kind.value}.row"].fill(bucket.num_rows)
         a[f"{kind.value}.entry_slot"].fill(NOWHERE)
+        a[f"{kind.value}.last_token"].fill(bucket.num_tokens)
         if not bucket.is_decode:
             a[f"{kind.value}.of_token"].fill(a[f"{kind.value}.row"].shape[0])
     window = spec.kinds[EntryKind.WINDOW]
@@ -144,6 +145,7 @@ def _pack_pieces(a: dict, kind: EntryKind, layout: Layout, row, r: int, token: i
     a[f"{name}.first"][piece] = 1
     a[f"{name}.complete"][span] = complete
     a[f"{name}.entry_slot"][span] = np.where(store, slot, NOWHERE)
+    a[f"{name}.last_token"][span] = token + np.minimum((window + 1) * spec.ratio, row.end) - row.start - 1
     a[f"{name}.last_of_row"][r] = piece + window.size - 1
     if not layout.bucket.is_decode:
         a[f"{name}.of_token"][token : token + row.num_new] = piece + np.arange(row.start, row.end) // spec.ratio - first
@@ -167,6 +169,7 @@ def unpack(
             first=a[f"{name}.first"] != 0,
             complete=a[f"{name}.complete"] != 0,
             entry_slot=a[f"{name}.entry_slot"],
+            last_token=a[f"{name}.last_token"],
             last_of_row=a[f"{name}.last_of_row"],
         )
     batch = ForwardBatch(

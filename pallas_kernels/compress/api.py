@@ -1,13 +1,14 @@
 """Public function of the operation, and the layout of its inputs.
 
 A piece is the part of one window of one row that is in this step: a run of at most `ratio` consecutive tokens.
-A window's entry is a softmax-weighted sum, so a partly filled window is a running (maximum, denominator,
-weighted sum) per channel; that is all the state a row needs, whatever the ratio. An overlapping compressor also
-keeps the same three for series a of the last full window.
+A window's entry is a softmax-weighted sum, so a partly filled window is a running (maximum, denominator, weighted sum)
+per channel; that is all the state a row needs, whatever the ratio. With overlap, entry w is made of series a of window
+w - 1 and series b of window w.
 
-State of a row, float32: [3, channels] without overlap; with overlap [3, 2 * width + width], the current window's
-series a and b, then the previous window's series a. Which part of it is meaningful follows from the row's position
-alone, never from its values: what was never written may be NaN.
+State of a row, float32 [3 * channels]: maxima, denominators, weighted sums. With overlap the channels are series a of
+the current window, then the entry in the making (series a of the window before and series b of this one, so far);
+after a window's last token series a is what the next entry begins with. Which part of it is meaningful follows from the
+row's position alone, never from its values: what was never written may be NaN.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels.compress import reference
+from pallas_kernels.compress import reference, tpu
+from pallas_kernels.target import CPU, Target
 
 
 class Pieces(NamedTuple):
@@ -28,25 +31,55 @@ class Pieces(NamedTuple):
     first: jax.Array  # [NP] bool: the row's first piece in this step
     complete: jax.Array  # [NP] bool: the window's last token is in this step
     entry_slot: jax.Array  # [NP] where the entry goes; NOWHERE if incomplete or already stored
-    last_of_row: jax.Array  # [R] each row's last piece; NP for a row without tokens
+    last_token: jax.Array  # [NP] packed index of its last token; T for padding
+    last_of_row: jax.Array  # [R] each row's last piece; any for a row without tokens
+
+
+class Finish(NamedTuple):
+    """What becomes of a pooled entry: RMS norm, then a rotation of its last channels."""
+
+    scale: jax.Array  # [width] of the norm
+    eps: float
+    cos: jax.Array  # [NP, r / 2], of the angles at each piece's window
+    sin: jax.Array
 
 
 def compress(
     values: jax.Array,  # [T, channels] float32
     logits: jax.Array,  # [T, channels] float32
     pieces: Pieces,
-    state: jax.Array,  # [R, 3, channels (+ width)] each row's state before the step
+    states: jax.Array,  # [slots, 3 * channels] float32
+    row_slot: jax.Array,  # [R] each row's state; out of range for rows without tokens, which are the last
     row_position: jax.Array,  # [R] each row's first position in this step
+    finish: Finish,
     *,
     ratio: int,
     overlap: bool,
+    dtype: jnp.dtype,
+    target: Target = CPU,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns pooled entries [NP, width] (meaningful where complete) and the rows' new state [R, 3, ...].
+    """Entries [NP, width] in `dtype` (meaningful where complete), and the states with the rows' updated.
 
-    Raises ValueError for shapes that do not fit.
+    On a GPU it is the jnp path. Raises ValueError for shapes that do not fit.
     """
     channels = values.shape[1]
-    expected = channels + channels // 2 if overlap else channels
-    if values.shape != logits.shape or state.shape[1:] != (3, expected):
-        raise ValueError(f"compress: values {values.shape}, logits {logits.shape}, state {state.shape} do not fit")
-    return reference.compress(values, logits, pieces, state, row_position, ratio=ratio, overlap=overlap)
+    width = channels // 2 if overlap else channels
+    if values.shape != logits.shape or states.shape[1:] != (3 * channels,) or finish.scale.shape != (width,):
+        raise ValueError(
+            f"compress: values {values.shape}, logits {logits.shape}, states {states.shape}, scale "
+            f"{finish.scale.shape} do not fit"
+        )
+    run = tpu.compress if tpu.supports(width, finish, target) else reference.compress
+    return run(
+        values,
+        logits,
+        pieces,
+        states,
+        row_slot,
+        row_position,
+        finish,
+        ratio=ratio,
+        overlap=overlap,
+        dtype=dtype,
+        target=target,
+    )

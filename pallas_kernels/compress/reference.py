@@ -1,101 +1,96 @@
-"""The meaning, in jnp; also the CPU path."""
+"""The meaning, in jnp; also the CPU path, and the GPU's."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.compress.sums import EMPTY, Sum, merge, where
+from pallas_kernels.rotary import rotate
+from pallas_kernels.target import Target
+
 if TYPE_CHECKING:
-    from pallas_kernels.compress.api import Pieces
-
-_EMPTY = -1e30  # the maximum of no logits: finite, so that empty minus empty is 0 and not NaN
-
-
-class _Sum(NamedTuple):
-    """A softmax-weighted sum in progress; every array [..., channels]."""
-
-    maximum: jax.Array
-    denominator: jax.Array
-    total: jax.Array
-
-
-def _merge(a: _Sum, b: _Sum) -> _Sum:
-    maximum = jnp.maximum(a.maximum, b.maximum)
-    scale_a, scale_b = jnp.exp(a.maximum - maximum), jnp.exp(b.maximum - maximum)
-    return _Sum(maximum, a.denominator * scale_a + b.denominator * scale_b, a.total * scale_a + b.total * scale_b)
-
-
-def _where(keep: jax.Array, a: jax.Array) -> _Sum:
-    """`a` [NP, 3, channels] where keep [NP], else an empty sum."""
-    keep = keep[:, None]
-    return _Sum(jnp.where(keep, a[:, 0], _EMPTY), jnp.where(keep, a[:, 1], 0), jnp.where(keep, a[:, 2], 0))
-
-
-def _choose(which: jax.Array, a: _Sum, b: _Sum) -> _Sum:
-    return _Sum(*(jnp.where(which[:, None], x, y) for x, y in zip(a, b, strict=True)))
-
-
-def _columns(a: _Sum, start: int, stop: int) -> _Sum:
-    return _Sum(*(x[:, start:stop] for x in a))
+    from pallas_kernels.compress.api import Finish, Pieces
 
 
 def compress(
     values: jax.Array,
     logits: jax.Array,
     pieces: Pieces,
-    state: jax.Array,
+    states: jax.Array,
+    row_slot: jax.Array,
+    row_position: jax.Array,
+    finish_with: Finish,
+    *,
+    ratio: int,
+    overlap: bool,
+    dtype: jnp.dtype,
+    target: Target,
+) -> tuple[jax.Array, jax.Array]:
+    num_rows = row_slot.shape[0]
+    if num_rows == 1:  # XLA would make a slice and an update of it, and copy the array
+        row_slot = jnp.pad(row_slot, (0, 1), constant_values=states.shape[0])
+    held = states.at[row_slot].get(mode="clip")[:num_rows]
+    entries, held = pool(values, logits, pieces, held, row_position, ratio=ratio, overlap=overlap)
+    held = jnp.pad(held, ((0, row_slot.shape[0] - num_rows), (0, 0)))
+    return finish(entries, finish_with, dtype), states.at[row_slot].set(held, mode="drop")
+
+
+def finish(pooled: jax.Array, how: Finish, dtype: jnp.dtype) -> jax.Array:
+    """Pooled entries [..., width] float32 -> normalised, rotated, in `dtype`."""
+    x = pooled * jax.lax.rsqrt(jnp.mean(pooled * pooled, axis=-1, keepdims=True) + how.eps) * how.scale
+    return rotate(x, how.cos, how.sin).astype(dtype)
+
+
+def pool(
+    values: jax.Array,
+    logits: jax.Array,
+    pieces: Pieces,
+    held: jax.Array,  # [R, 3 * channels] the rows' states
     row_position: jax.Array,
     *,
     ratio: int,
     overlap: bool,
 ) -> tuple[jax.Array, jax.Array]:
+    """Pooled entries [NP, width] float32 and the rows' states after the step."""
     channels = values.shape[1]
     decode = pieces.of_token is None  # then piece i is row i
     if not decode:
-        state = _take_rows(state, pieces.row)
+        held = jnp.take(held, pieces.row, axis=0, mode="clip")
         row_position = jnp.take(row_position, pieces.row, mode="clip")
-    open_before = pieces.first & (jax.lax.rem(row_position, ratio) != 0)
-    here = _merge(_where(open_before, state[:, :, :channels]), _sum_pieces(values, logits, pieces))
-    if not overlap:
-        now = jnp.stack(here, axis=1)
-        return here.total / here.denominator, _last(now, pieces, decode)
-
-    width = channels // 2
-    series_a = _columns(here, 0, width)
-    kept = _where(row_position >= ratio, state[:, :, channels:])
-    if decode:
-        previous = kept
+    midst = pieces.first & (jax.lax.rem(row_position, ratio) != 0)  # the window began before the step
+    before = Sum(*jnp.split(held, 3, axis=1))
+    here = _sum_pieces(values, logits, pieces)
+    if overlap:
+        width = channels // 2
+        a, b, a_before, e_before = here.lanes(0, width), here.lanes(width), before.lanes(0, width), before.lanes(width)
+        a = merge(a, where(midst, a_before))
+        last_a = where(pieces.first & (row_position >= ratio), a_before)  # series a of the window before
+        if not decode:
+            last_a = where(pieces.first, last_a, Sum(*(jnp.concatenate([x[:1], x[:-1]]) for x in a)))
+        e = merge(b, where(midst, e_before, last_a))
+        here = Sum(*(jnp.concatenate(x, axis=1) for x in zip(a, e, strict=True)))
     else:
-        previous = _choose(pieces.first, kept, _Sum(*(jnp.concatenate([x[:1], x[:-1]]) for x in series_a)))
-    entry = _merge(previous, _columns(here, width, channels))
-    overlap_now = _choose(pieces.complete, series_a, previous)
-    now = jnp.concatenate([jnp.stack(here, axis=1), jnp.stack(overlap_now, axis=1)], axis=2)
-    return entry.total / entry.denominator, _last(now, pieces, decode)
+        width = channels
+        e = here = merge(here, where(midst, before))
+    after = jnp.concatenate(here, axis=1)
+    if not decode:
+        after = jnp.take(after, pieces.last_of_row, axis=0, mode="clip")
+    return e.total / e.denominator, after
 
 
-def _last(state: jax.Array, pieces: Pieces, decode: bool) -> jax.Array:
-    """The state after each row's last piece, of the states [NP, 3, ...] after each piece."""
-    return state if decode else _take_rows(state, pieces.last_of_row)
-
-
-def _take_rows(states: jax.Array, index: jax.Array) -> jax.Array:
-    """states [N, 3, ...] at index [M], as flat rows: XLA's gather of [3, channels] tiles overflows VMEM on tpu7x."""
-    flat = states.reshape(states.shape[0], -1)
-    return jnp.take(flat, index, axis=0, mode="clip").reshape(-1, *states.shape[1:])
-
-
-def _sum_pieces(values: jax.Array, logits: jax.Array, pieces: Pieces) -> _Sum:
-    """Softmax-weighted sums of this step's tokens, piece by piece: [NP, channels]."""
+def _sum_pieces(values: jax.Array, logits: jax.Array, pieces: Pieces) -> Sum:
+    """Of this step's tokens, piece by piece: [NP, channels]."""
     num = pieces.row.shape[0]
     if pieces.of_token is None:
-        return _Sum(logits, jnp.ones_like(logits), values)
+        return Sum(logits, jnp.ones_like(logits), values)
     sorted_sum = {"num_segments": num, "indices_are_sorted": True}
     maximum = jax.ops.segment_max(logits, pieces.of_token, **sorted_sum)
-    maximum = jnp.maximum(maximum, _EMPTY)
+    maximum = jnp.maximum(maximum, EMPTY)
     weights = jnp.exp(logits - jnp.take(maximum, pieces.of_token, axis=0, mode="clip"))
-    return _Sum(
+    return Sum(
         maximum,
         jax.ops.segment_sum(weights, pieces.of_token, **sorted_sum),
         jax.ops.segment_sum(weights * values, pieces.of_token, **sorted_sum),

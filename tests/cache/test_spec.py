@@ -34,8 +34,8 @@ def test_kinds_of_a_mixed_model():
 def test_bytes_are_those_of_the_arrays():
     spec = cache_spec()
     pages = 4 * 48 * 8 * 16 + 2 * 32 * 8 * (16 + 8) + 64 * 2 * 16
-    state = (4 + 16) * (2 * 9 * (16 + 8) + 3 * 16)
-    assert spec.state_values == 2 * 9 * 24 + 48
+    state = (4 + 16) * (2 * 6 * (16 + 8) + 3 * 16)
+    assert spec.state_values == 2 * 6 * 24 + 48
     assert spec.num_bytes() == 4 * (pages + state)
 
 
