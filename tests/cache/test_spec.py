@@ -77,9 +77,9 @@ def test_override_too_small_for_a_window():
 
 
 def test_memory_limit_shrinks_all_pools():
-    full, small = cache_spec(), cache_spec(memory_bytes=80_000)
-    assert full.num_bytes() > 80_000 >= small.num_bytes()
-    assert small.num_bytes() == 79_232  # 38,400 of STATE; of the rest each pool gets 27 to 30 % of its full size
+    full, small = cache_spec(), cache_spec(memory_bytes=68_480)
+    assert full.num_bytes() > 68_480 >= small.num_bytes()
+    assert small.num_bytes() == 67_712  # 26,880 of STATE; of the rest each pool gets 27 to 30 % of its full size
     assert {k: small.kinds[k].num_pages for k in small.pool_kinds} == {
         EntryKind.WINDOW: 12,
         EntryKind.CSA: 9,
@@ -90,8 +90,8 @@ def test_memory_limit_shrinks_all_pools():
 
 
 def test_memory_limit_below_one_chunk_names_the_knobs():
-    with pytest.raises(ConfigError, match=r"cache_memory_bytes=40000 is too small.*max_num_seqs=4, num_snapshots=16"):
-        cache_spec(memory_bytes=40_000)
+    with pytest.raises(ConfigError, match=r"cache_memory_bytes=28480 is too small.*max_num_seqs=4, num_snapshots=16"):
+        cache_spec(memory_bytes=28_480)
 
 
 def test_without_prefix_caching_there_are_no_snapshots():
