@@ -28,6 +28,11 @@ REPRESENTATIVE = (
     "csa_attention flash prefill int8",
     "indexer_topk flash decode bfloat16",
     "indexer_topk flash prefill bfloat16",
+    "mhc_mix pro prefill",
+    "grouped_matmul flash w13 decode bf16",
+    "grouped_matmul flash w13 decode fp4",
+    "grouped_matmul pro w13 prefill fp8",
+    "grouped_matmul pro w13 prefill fp4",
 )
 
 

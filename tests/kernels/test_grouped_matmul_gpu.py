@@ -1,8 +1,7 @@
-"""The GPU kernel of the grouped matmul: every form of the weights, groups of all kinds, no races, compiled for GPUs."""
+"""The GPU kernel of the grouped matmul: every form of the weights, groups of all kinds, no races, the bytes moved."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jax
@@ -12,9 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from benchmarks.kernel_compile import compile_apart
 from benchmarks.kernel_cost import kernels
-from dsjax import aot
 from pallas_kernels import all_cases
 from pallas_kernels.dequantize import dequantize
 from pallas_kernels.grouped_matmul import Tiles, gpu, grouped_matmul, reference
@@ -144,29 +141,3 @@ def test_the_bytes_by_hand():
     assert bytes_moved("grouped_matmul flash w13 decode bf16") == x + out + 2 * codes
     assert bytes_moved("grouped_matmul flash w13 decode fp8") == x + out + codes + codes // 128**2 * 4
     assert bytes_moved("grouped_matmul flash w13 decode fp4") == x + out + codes // 2 + codes // 32
-
-
-@NEEDS_KERNELS
-@pytest.mark.parametrize(("name", "architecture"), [("h100", "sm_90a"), ("b200", "sm_100a")])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param("flash w13", marks=pytest.mark.slow),
-        pytest.param("flash w2", marks=pytest.mark.matrix),
-        pytest.param("pro w13", marks=pytest.mark.matrix),
-    ],
-)
-def test_compiles_without_spills_and_copies_no_weights(name, architecture, shape):
-    missing = aot.missing_packages(aot.CHIPS[name])
-    if missing and os.environ.get("CI") != "true":
-        pytest.skip(f"needs the packages {', '.join(missing)}")
-    cases = {case.name: case for case in all_cases.cases()}
-    results = list(compile_apart(name, only=f"grouped_matmul {shape}"))
-    assert len(results) == 6
-    for case in results:
-        assert case.error == "" and case.architectures == [architecture], case
-        assert case.spill_bytes == 0 and case.registers <= 255, case
-        # Beside its inputs: the result with even and odd columns apart, and FP4's rows so; larger ones are weights.
-        rows, k = cases[case.name].arrays["x"].shape
-        n = cases[case.name].arrays["weights"].shape[2]
-        assert case.temp_bytes <= rows * (2 * k + 4 * n), case
