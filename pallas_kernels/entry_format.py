@@ -23,7 +23,8 @@ by one have values [entries, width / 128, 128]. Latents' bytes are uint32 words 
 j + width/4, j + width/2, j + 3 width/4, from the low one up, so that each plane of bytes is a run of channels. Their
 side words are [rows, 1, 128] (without the axis of 1, memory would be padded to 8 rows), rows = ceil(entries / (128 //
 words)), entry e in row e % rows from lane words * (e // rows) on. fp4 values are [entries / 2, 128], entry e in row
-e % (entries / 2) from lane 64 * (e // (entries / 2)) on.
+e % (entries / 2) from lane 64 * (e // (entries / 2)) on. An index key's side word is in lane e of [1, lanes], lanes a
+multiple of 128: XLA would lay out anything narrower anew for every kernel.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class EntryFormat:
         else:
             values = (*rows, self.width)
         if not self.rope:
-            return (values, "uint8"), ((1, entries), "uint32")
+            side = (1, -(-entries // LANES) * LANES if tiled else entries)
+            return (values, "uint8"), (side, "uint32")
         if tiled:
             return ((*rows, self.width // 4), "uint32"), ((self.side_rows(entries), 1, LANES), "uint32")
         return (values, "uint8"), ((entries, self.side_words), "uint32")

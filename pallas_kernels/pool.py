@@ -56,7 +56,7 @@ class Pool:
             return values
         side = pages.side
         if not self.format.rope:
-            side = side.reshape(*lead, count, 1)
+            side = side.reshape(*lead, -1, 1)[..., :count, :]
         if self.tiled:
             values, side = _untile(values, side, self.format, count)
         return decode(values, side, self.format, dtype)
@@ -87,7 +87,8 @@ class Pool:
         else:
             values = _scatter(self.values, self._num_entries, index, _to_words(values) if self.format.rope else values)
         if not self.format.rope:
-            side = _scatter(_present(self), self._num_entries, index, side)
+            rows = _present(self).shape[2] // LANES
+            side = _scatter_lanes(_present(self), page * rows + entry // LANES, entry % LANES, side)
         else:
             rows, words = self.format.side_rows(self.entries_per_page), self.format.side_words
             side = _scatter_lanes(_present(self), page * rows + entry % rows, words * (entry // rows), side)

@@ -38,7 +38,7 @@ def indexer_topk(
         raise ValueError(f"indexer_topk: keys of {form.width} channels do not fit q {q.shape}")
     q = in_key_basis(q, form)
     if key_pages.count == 1 and key_pages.max_entries > k:
-        if target.has_tpu_kernels and not form.quantised:
+        if target.has_tpu_kernels:
             return tpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)
         if gpu.supports(q, key_pages, target):
             return gpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)

@@ -33,24 +33,26 @@ SMALL = {"small": Shape(top_k=128, context=1024, num_pages=100)}  # for a CPU
 
 
 def cases(shapes: dict[str, Shape] = SHAPES) -> list[Case]:
-    """With bfloat16 keys, and with float32 keys for the first."""
+    """With bfloat16 keys, and for the first shape with keys of the other formats."""
+    first = next(iter(shapes))
     return [
-        *(_case(model, shape, step, jnp.bfloat16) for model, shape in shapes.items() for step in STEPS),
-        *(_case(model, shape, "decode", jnp.float32) for model, shape in list(shapes.items())[:1]),
+        *(_case(model, step, shape, "bfloat16") for model, shape in shapes.items() for step in STEPS),
+        _case(first, "decode", shapes[first], "float32"),
+        *(_case(first, step, shapes[first], form) for form in ("int8", "fp8", "fp4") for step in STEPS),
     ]
 
 
-def _case(model: str, shape: Shape, step: str, dtype: Any) -> Case:
+def _case(model: str, step: str, shape: Shape, form: str) -> Case:
     num_blocks, block = STEPS[step]
     arrays: dict[str, Any] = {
-        "q": array(dtype, num_blocks, block, HEADS, WIDTH),
+        "q": array("float32" if form == "float32" else "bfloat16", num_blocks, block, HEADS, WIDTH),
         "weights": array(jnp.float32, num_blocks, block, HEADS),
         "blocks": (
             np.arange(num_blocks, dtype=np.int32) % ROWS,
             np.full(num_blocks, shape.context - block, np.int32),
             np.full(num_blocks, block, np.int32),
         ),
-        "pool": PoolShape(EntryFormat(jnp.dtype(dtype).name, WIDTH), LAYERS * shape.num_pages, ENTRIES_PER_PAGE),
+        "pool": PoolShape(EntryFormat(form, WIDTH), LAYERS * shape.num_pages, ENTRIES_PER_PAGE),
         "table": array(jnp.int32, ROWS, shape.context // (RATIO * ENTRIES_PER_PAGE)),
     }
 
@@ -65,4 +67,4 @@ def _case(model: str, shape: Shape, step: str, dtype: Any) -> Case:
         pages = Pages(pool, table, 2, shape.num_pages)
         return indexer_topk(q, weights, QueryBlocks(*blocks), pages, ratio=RATIO, k=shape.top_k, target=target)
 
-    return Case(name=f"indexer_topk {model} {step} {jnp.dtype(dtype).name}", call=call, arrays=arrays)
+    return Case(name=f"indexer_topk {model} {step} {form}", call=call, arrays=arrays)

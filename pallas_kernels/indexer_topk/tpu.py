@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,46 +30,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import Pages, QueryBlocks
+from pallas_kernels.entry_format import LANES
 from pallas_kernels.indexer_topk import tuning
-from pallas_kernels.target import Target, dot_precision
+from pallas_kernels.indexer_topk.tpu_scores import LOWEST, Scores, Sizes
+from pallas_kernels.target import Target
 
-LANES = 128
-_LOWEST = -(1 << 31)  # of a score that counts for nothing: below every float's
 _VMEM_LIMIT = 60 << 20  # of 64 MiB a core on v5p and tpu7x
 _ROW, _POSITION, _LENGTH, _PAGES, _BEGIN, _OFFSET = range(6)  # of the scalars
-
-
-class _Sizes(NamedTuple):
-    """What is known when the kernel is compiled."""
-
-    block: int  # queries
-    heads: int
-    epp: int  # entries of a page
-    chunk: int  # entries that arrive together
-    ratio: int
-    k: int
-    digit: int  # bits that a pass over the scores settles
-    max_entries: int
-
-    @property
-    def pages(self) -> int:
-        """Of a chunk."""
-        return self.chunk // self.epp
-
-    @property
-    def piece(self) -> int:
-        """Entries scored by one matmul: for one query a whole chunk, or the matrix unit would wait for each result."""
-        return self.chunk if self.block == 1 else math.lcm(self.epp, LANES)
-
-    @property
-    def rows(self) -> int:
-        """Of a tile of scores: the queries; for one query, eight runs of 128 entries."""
-        return 8 if self.block == 1 else self.block
-
-    @property
-    def tile(self) -> int:
-        """Entries of a tile of scores."""
-        return LANES * 8 if self.block == 1 else LANES
 
 
 def indexer_topk(
@@ -80,7 +47,7 @@ def indexer_topk(
     if block > 32:
         raise ValueError(f"indexer_topk: a block of {block} queries is more than the 32 bits of an entry's mask")
     epp = pages.entries_per_page
-    sizes = _Sizes(
+    sizes = Sizes(
         block,
         heads,
         epp,
@@ -89,11 +56,13 @@ def indexer_topk(
         k,
         tuning.digit_bits(block),
         pages.max_entries,
+        pages.pool.format,
     )
     chunks = -(-pages.max_entries // sizes.chunk)
     tiles = chunks * sizes.chunk // sizes.tile
     rows = block * heads
     table = pages.table[:, None]  # [R, 1, P]
+    pools = [x for x in (pages.pool.values, pages.pool.side) if x is not None]
     lanes_of_k = -(-k // LANES) * LANES
     out = (1, lanes_of_k) if block == 1 else (tiles, LANES)
 
@@ -115,11 +84,11 @@ def indexer_topk(
                 table_of(1),
                 pl.BlockSpec((1, rows, width), lambda i, _: (i, 0, 0)),
                 pl.BlockSpec((1, block, heads), lambda i, _: (i, 0, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
+                *(pl.BlockSpec(memory_space=pl.ANY) for _ in pools),
             ],
             out_specs=pl.BlockSpec((1, *out), lambda i, _: (i, 0, 0)),
             scratch_shapes=[
-                pltpu.VMEM((2, sizes.pages, epp, width), pages.pool.values.dtype),
+                [pltpu.VMEM((2, sizes.pages, *pool.shape[1:]), pool.dtype) for pool in pools],
                 pltpu.VMEM((rows, LANES), jnp.float32),
                 pltpu.VMEM((score_tiles, sizes.rows, LANES), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -130,14 +99,14 @@ def indexer_topk(
         cost_estimate=_cost(q, weights, pages, out),
         interpret=target.interpret,
         name="indexer_topk",
-    )(_scalars(blocks, pages, sizes), table, table, q.reshape(num_blocks, rows, width), weights, pages.pool.values)
+    )(_scalars(blocks, pages, sizes), table, table, q.reshape(num_blocks, rows, width), weights, *pools)
     if block == 1:
         return result[:, 0, :k]
     bits = result.reshape(num_blocks, 1, -1)[..., : pages.max_entries]
     return (bits >> jnp.arange(block, dtype=jnp.int32)[:, None]) & 1 == 1
 
 
-def _scalars(blocks: QueryBlocks, pages: Pages, sizes: _Sizes) -> jax.Array:
+def _scalars(blocks: QueryBlocks, pages: Pages, sizes: Sizes) -> jax.Array:
     """[6, NB] int32: row, position, length; pages to score; chunks of the blocks before; first page of the layer."""
     seen = jnp.where(blocks.length > 0, lax.div(blocks.position + blocks.length, sizes.ratio), 0)
     num_pages = jnp.where(seen > sizes.k, -(-seen // sizes.epp), 0)
@@ -150,8 +119,9 @@ def _scalars(blocks: QueryBlocks, pages: Pages, sizes: _Sizes) -> jax.Array:
 def _cost(q: jax.Array, weights: jax.Array, pages: Pages, out: tuple[int, int]) -> pl.CostEstimate:
     """Upper bounds from the shapes: every entry the tables can name is visible."""
     num_blocks, _, _, width = q.shape
-    keys = num_blocks * pages.max_entries
-    key_bytes = keys * width * pages.pool.values.dtype.itemsize
+    pools = [x for x in (pages.pool.values, pages.pool.side) if x is not None]
+    page_bytes = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in pools)
+    key_bytes = num_blocks * pages.table.shape[1] * page_bytes
     table_bytes = num_blocks * pages.table.shape[1] * 4
     out_bytes = num_blocks * out[0] * out[1] * 4
     return pl.CostEstimate(
@@ -161,7 +131,8 @@ def _cost(q: jax.Array, weights: jax.Array, pages: Pages, out: tuple[int, int]) 
     )
 
 
-def _kernel(scalars, table, next_table, q, weights, pool, out, keys, wide, scores, semaphores, *, sizes: _Sizes):
+def _kernel(scalars, table, next_table, q, weights, *refs, sizes: Sizes):
+    *pools, out, buffers, wide, scores, semaphores = refs
     i, last_block = pl.program_id(0), pl.num_programs(0) - 1
     position, length, num_pages, begin = (scalars[n, i] for n in (_POSITION, _LENGTH, _PAGES, _BEGIN))
     num_chunks = lax.div(num_pages + (sizes.pages - 1), sizes.pages)
@@ -175,7 +146,8 @@ def _kernel(scalars, table, next_table, q, weights, pool, out, keys, wide, score
 
         def body(n, carry):
             page = table[0, 0, first + n] + scalars[_OFFSET, block]
-            do(pltpu.make_async_copy(pool.at[page], keys.at[slot, n], semaphores.at[slot]))
+            for pool, buffer in zip(pools, buffers, strict=True):
+                do(pltpu.make_async_copy(pool.at[page], buffer.at[slot, n], semaphores.at[slot]))
             return carry
 
         lax.fori_loop(0, jnp.minimum(sizes.pages, scalars[_PAGES, block] - first), body, 0)
@@ -186,6 +158,7 @@ def _kernel(scalars, table, next_table, q, weights, pool, out, keys, wide, score
     def wait(copy) -> None:
         copy.wait()
 
+    making = Scores(q, wide, scores, visible, sizes)
     before, after = jnp.maximum(i - 1, 0), jnp.minimum(i + 1, last_block)
 
     @pl.when((num_chunks > 0) & ((i == 0) | (scalars[_PAGES, before] == 0)))
@@ -202,12 +175,12 @@ def _kernel(scalars, table, next_table, q, weights, pool, out, keys, wide, score
             each_copy(after, next_table, 0, start)
 
         each_copy(i, table, chunk, wait)
-        _score_chunk(q[0], wide, keys.at[lax.rem(begin + chunk, 2)], scores, chunk, visible, sizes)
+        making.add(chunk, [buffer.at[lax.rem(begin + chunk, 2)] for buffer in buffers])
         return carry
 
     @pl.when(num_chunks > 0)
     def _() -> None:
-        _spread(weights, wide, sizes)
+        making.start(weights)
         lax.fori_loop(0, num_chunks, score, 0)
         best = _Best(scores, num_chunks, sizes)
         threshold, limit = best.find()
@@ -222,46 +195,7 @@ def _kernel(scalars, table, next_table, q, weights, pool, out, keys, wide, score
         _write_everything(out, visible, sizes)
 
 
-def _spread(weights, wide, sizes: _Sizes) -> None:
-    """weights [1, B, H] -> wide [B * H, 128], each along the lanes."""
-    for b in range(sizes.block):
-        row = jnp.broadcast_to(weights[0, b : b + 1], (LANES, sizes.heads))
-        wide[b * sizes.heads : (b + 1) * sizes.heads] = row.T
-
-
-def _score_chunk(q, wide, keys, scores, chunk, visible, sizes: _Sizes) -> None:
-    """q [B * H, d] and keys [pages, epp, d] -> the chunk's tiles of scores."""
-    piece = sizes.piece
-    lane = lax.broadcasted_iota(jnp.int32, (sizes.block, LANES), 1)
-
-    def score(n, carry):
-        pages = pl.ds(n * (piece // sizes.epp), piece // sizes.epp)
-        x = keys[pages].reshape(piece, -1).astype(q.dtype)
-        products = lax.dot_general(
-            q,
-            x,
-            (((1,), (1,)), ((), ())),
-            precision=dot_precision(q.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        for m in range(piece // LANES):
-            run = chunk * (sizes.chunk // LANES) + n * (piece // LANES) + m  # of 128 entries, among all
-            part = jnp.maximum(products[:, m * LANES : (m + 1) * LANES], 0.0) * wide[...]
-            part = jnp.sum(part.reshape(sizes.block, sizes.heads, LANES), axis=1)
-            part = jnp.where(part == 0, 0.0, part)  # -0 and 0 are a tie
-            bits = lax.bitcast_convert_type(part, jnp.int32)
-            bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # int32 of the floats' order
-            bits = jnp.where(run * LANES + lane < visible, bits, _LOWEST)
-            if sizes.block == 1:
-                scores[lax.div(run, 8), m % 8 : m % 8 + 1] = bits
-            else:
-                scores[run] = bits
-        return carry
-
-    lax.fori_loop(0, sizes.chunk // piece, score, 0)
-
-
-def _entries(tile, sizes: _Sizes) -> jax.Array:
+def _entries(tile, sizes: Sizes) -> jax.Array:
     """[rows, 128] the entries that a tile's scores are of."""
     lane = lax.broadcasted_iota(jnp.int32, (sizes.rows, LANES), 1)
     if sizes.block == 1:
@@ -272,14 +206,14 @@ def _entries(tile, sizes: _Sizes) -> jax.Array:
 class _Best:
     """Finds each query's k-th largest score. All values are [rows, 128], the same for all of a query's lanes."""
 
-    def __init__(self, scores, num_chunks, sizes: _Sizes):
+    def __init__(self, scores, num_chunks, sizes: Sizes):
         self.scores, self.num_chunks, self.sizes = scores, num_chunks, sizes
 
     def find(self) -> tuple[jax.Array, jax.Array]:
         """The k-th largest score, and the entry before which those equal to it are chosen."""
         k, shape = self.sizes.k, (self.sizes.rows, LANES)
         threshold = self.search(
-            32, jnp.full(shape, _LOWEST, jnp.int32), lambda tile, _, candidates: tile >= candidates, lambda n: n >= k
+            32, jnp.full(shape, LOWEST, jnp.int32), lambda tile, _, candidates: tile >= candidates, lambda n: n >= k
         )
         above, equal = self.count(2, lambda tile, _: jnp.stack([tile > threshold, tile == threshold]))
         spare = k - above
@@ -293,7 +227,7 @@ class _Best:
                 lambda n: n <= spare,
             )
 
-        tied = jnp.max(jnp.where((equal > spare) & (threshold > _LOWEST), 1.0, 0.0)) > 0
+        tied = jnp.max(jnp.where((equal > spare) & (threshold > LOWEST), 1.0, 0.0)) > 0
         return threshold, lax.cond(tied, among_equal, lambda: jnp.full(shape, self.sizes.max_entries, jnp.int32))
 
     def search(self, bits: int, start: jax.Array, test, holds) -> jax.Array:
@@ -327,7 +261,7 @@ class _Best:
         return jnp.broadcast_to(every, total.shape).astype(jnp.int32)
 
 
-def _write(out, scores, num_chunks, chosen, sizes: _Sizes) -> None:
+def _write(out, scores, num_chunks, chosen, sizes: Sizes) -> None:
     if sizes.block == 1:
         _write_indices(out, scores, num_chunks, chosen, sizes)
         return
@@ -349,7 +283,7 @@ def _write_bits(out, number, mask) -> None:
     out[0, pl.ds(number, 1)] = jnp.sum(bits, axis=0, keepdims=True)
 
 
-def _write_indices(out, scores, num_chunks, chosen, sizes: _Sizes) -> None:
+def _write_indices(out, scores, num_chunks, chosen, sizes: Sizes) -> None:
     """The chosen entries in ascending order. Groups are 128 entries; 128 groups are taken at a time."""
     k = out.shape[2]
     place = lax.broadcasted_iota(jnp.int32, (1, k), 1).astype(jnp.float32)
@@ -384,7 +318,7 @@ def _write_indices(out, scores, num_chunks, chosen, sizes: _Sizes) -> None:
     out[0] = jnp.where(place < total, index, sizes.max_entries)
 
 
-def _write_everything(out, visible, sizes: _Sizes) -> None:
+def _write_everything(out, visible, sizes: Sizes) -> None:
     if sizes.block == 1:
         place = lax.broadcasted_iota(jnp.int32, out.shape[1:], 1)
         out[0] = jnp.where(place < visible, place, sizes.max_entries)

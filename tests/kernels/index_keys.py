@@ -17,7 +17,7 @@ from pallas_kernels.target import CPU, Target
 
 class World:
     """Each row's last block asks, an entry is a token; in layer 1 of 2. Row 0's block is one query short, the last is
-    unused. Keys, queries and weights are small integers, which every format holds exactly: many scores are equal.
+    unused. Where there are to be `ties`, keys, queries and weights are small integers, which formats hold exactly.
     """
 
     def __init__(
@@ -32,8 +32,9 @@ class World:
         width: int = 8,
         epp: int = 8,
         tiled: bool = False,
+        ties: bool = True,
     ):
-        self.rng = rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
         rows = len(contexts)
         num_pages = places * rows
         table = np.full((rows, places), num_pages, np.int32)
@@ -43,7 +44,11 @@ class World:
             for page in range(-(-n // epp)):
                 table[r, page] = free.pop()
             slots += [(num_pages + table[r, e // epp]) * epp + e % epp for e in range(n)]
-        keys = rng.integers(-2, 3, (len(slots), width)).astype(np.float32)
+
+        def numbers(*shape: int) -> np.ndarray:
+            return rng.integers(-2, 3, shape) if ties else rng.normal(size=shape)
+
+        keys = numbers(len(slots), width).astype(np.float32)
         if form == "int8":
             keys[:, 0] = 127  # a scale of 1
         shape = PoolShape(EntryFormat(form, width), 2 * num_pages, epp).abstract(tiled)
@@ -54,8 +59,8 @@ class World:
             jnp.array([*range(rows), 0]), jnp.asarray(np.array([*contexts, 0]) - length), jnp.asarray(length)
         )
         dtype = form if form == "bfloat16" else "float32"
-        self.q = jnp.asarray(rng.integers(-2, 3, (rows + 1, block, heads, width)), dtype)
-        self.weights = jnp.asarray(rng.integers(-2, 3, (rows + 1, block, heads)), jnp.float32)
+        self.q = jnp.asarray(numbers(rows + 1, block, heads, width), dtype)
+        self.weights = jnp.asarray(numbers(rows + 1, block, heads), jnp.float32)
 
     def choose(self, k: int, target: Target) -> np.ndarray:
         pages = self.pages

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks.kernel_cost import kernels
 from pallas_kernels.indexer_topk import cases, indexer_topk
+from pallas_kernels.indexer_topk.tpu_scores import decode_fp4
 from pallas_kernels.target import Target
 from tests.kernels import tpu_races
 from tests.kernels.index_keys import World
@@ -22,6 +24,28 @@ CONTEXTS = [[2500, 130, 5, 1030], [7, 1024, 1025, 4], [3000, 3000, 129, 131]]
 def test_chooses_what_the_jnp_path_does(block, k, form):
     for seed, contexts in enumerate(CONTEXTS):
         World(block, contexts, places=375, form=form, seed=seed).check(k, TPU)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "block"), [("int8", 1), ("int8", 4), ("fp8", 1), ("fp8", 4)])
+def test_quantised_keys(form, block):
+    World(block, [1200, 130, 5, 300], places=150, form=form, width=128, tiled=True).check(129, TPU)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [1, 4])
+def test_fp4_keys(block):
+    """Where widths are a tile, queries turned into the keys' basis are no integers any more, and there are no ties."""
+    World(block, [1200, 130, 5, 300], places=150, form="fp4", width=64).check(129, TPU)
+    World(block, [1200, 130, 5, 300], places=150, form="fp4", width=128, tiled=True, ties=False).check(129, TPU)
+
+
+def test_tiled_fp4_keys_are_decoded_exactly():
+    pool = World(1, [40], places=3, form="fp4", width=128, epp=16, tiled=True, ties=False).pages.pool
+    want = pool.take_pages(jnp.arange(pool.num_pages), jnp.dtype("float32")).reshape(-1, 128)
+    words = pool.side[:, 0, :16].reshape(1, -1)
+    got = jax.jit(lambda values, words: decode_fp4(values, words, jnp.float32))(pool.values, words)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.slow
