@@ -280,7 +280,7 @@ def _e2m1(codes: jax.Array, nibble: int) -> jax.Array:
 
 
 def _power_of_two(byte: jax.Array) -> jax.Array:
-    """E8M0 in int32 -> float32, 2 ** 14 times as large, which makes up for `_e2m1`."""
+    """E8M0 in int32, up to 240 -> float32, 2 ** 14 times as large, which makes up for `_e2m1`."""
     return lax.bitcast_convert_type((byte + _E2M1_BIAS) << 23, jnp.float32)
 
 
