@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pallas_kernels import attention_cases
+from pallas_kernels.cache_write import cases as cache_write_cases
 from pallas_kernels.case import Case
+from pallas_kernels.compress import cases as compress_cases
 from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
 from pallas_kernels.indexer_topk import cases as indexer_cases
 from pallas_kernels.mhc_mix import cases as mhc_cases
@@ -17,6 +19,8 @@ def cases() -> list[Case]:
     return [
         *(case for form in CACHE_FORMS for kind in ("swa", "hca", "csa") for case in attention_cases.cases(kind, form)),
         *indexer_cases.cases(),
+        *compress_cases.cases(),
+        *cache_write_cases.cases(),
         *mhc_cases.cases(),
         *(case for form in FORMS for case in grouped_matmul_cases.cases(form)),
     ]

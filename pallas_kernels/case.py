@@ -28,6 +28,7 @@ class Case:
     name: str
     call: Callable[..., Any]
     arrays: dict[str, Any]
+    updated: str = ""  # the array that the operation gives back changed, in the same memory
 
     def inputs(self, target: Target = CPU) -> dict[str, Any]:
         """The arrays as a target has them: pages that a TPU's kernels read are tiled, masks are bits."""
@@ -54,7 +55,9 @@ class Case:
         mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=kind)
         # Pallas asks the mesh what it lowers for; the precision is the one that the engine's step has.
         with jax.sharding.use_abstract_mesh(mesh), jax.default_matmul_precision("highest"):
-            traced = jax.jit(lambda arrays: self.call(target, **arrays)).trace(arrays)
+            given = {name: arrays.pop(name) for name in filter(None, [self.updated])}
+            call = jax.jit(lambda given, arrays: self.call(target, **given, **arrays), donate_argnums=0)
+            traced = call.trace(given, arrays)
             return traced, traced.lower()
 
     def random(self, seed: int = 0) -> dict[str, Any]:

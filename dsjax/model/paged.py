@@ -200,7 +200,9 @@ class _LayerStep:
         parts = collectives.size(KV)
         if parts > 1:  # entries are dealt out one by one, see pallas_kernels.blocks
             slots = jnp.where(slots % parts == collectives.index(KV), slots // parts, NOWHERE)
-        pool = cache_write(self.cache.pools[kind], slots, entries, layer=layer, num_pages=self.num_pages[kind])
+        pool = cache_write(
+            self.cache.pools[kind], slots, entries, layer=layer, num_pages=self.num_pages[kind], target=self.target
+        )
         self.cache = self.cache._replace(pools={**self.cache.pools, kind: pool})
 
     def _pages(self, kind: EntryKind, layer: int | jax.Array) -> Pages:

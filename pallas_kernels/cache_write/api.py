@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cache_write import tpu
 from pallas_kernels.pool import Pool
+from pallas_kernels.target import CPU, Target
 
 NOWHERE = 1 << 30  # a slot past every pool, for padding; adding a layer's offset keeps it there and below 2**31
 
@@ -17,10 +19,13 @@ def cache_write(
     *,
     layer: int | jax.Array,
     num_pages: int,
+    target: Target = CPU,
 ) -> Pool:
     """The pool with the entries written. A slot is written at most once. Raises ValueError for other widths."""
     if entries.ndim != 2 or entries.shape[1] != pool.format.width:
         raise ValueError(f"cache_write: entries {entries.shape} must be [T, {pool.format.width}]")
+    if tpu.supports(pool, target):
+        return tpu.cache_write(pool, slots, entries, layer=layer, num_pages=num_pages, target=target)
     if slots.shape[0] == 1:
         # XLA turns a scatter of one row into a slice and an update, and then copies the pool at every layer.
         slots = jnp.pad(slots, (0, 1), constant_values=NOWHERE)

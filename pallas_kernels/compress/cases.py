@@ -60,4 +60,4 @@ def _case(kind: str, step: str) -> Case:
             target=target,
         )
 
-    return Case(name=f"compress {kind} {step}", call=call, arrays=arrays)
+    return Case(name=f"compress flash {kind} {step}", call=call, arrays=arrays, updated="states")

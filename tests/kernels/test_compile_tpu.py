@@ -19,10 +19,13 @@ from pallas_kernels.case import Case, array
 from pallas_kernels.target import Target
 
 GENERATIONS = [name for name, target in aot.CHIPS.items() if target.platform == "tpu"]
+V6E = Target("tpu", "v6e")  # tiled as any
 pytestmark = pytest.mark.usefixtures("compiled_anew")
-ATTENTION = [case for case in all_cases.cases() if "window_pool" in case.arrays]
-INDEXER = [case for case in all_cases.cases() if case.name.startswith("indexer_topk")]
-OTHERS = [case for case in all_cases.cases() if not any("pool" in name for name in case.arrays)]
+CASES = all_cases.cases()
+ATTENTION = [case for case in CASES if "window_pool" in case.arrays]
+INDEXER = [case for case in CASES if case.name.startswith("indexer_topk")]
+WRITERS = [case for case in CASES if case.updated]
+OTHERS = [case for case in CASES if not case.updated and not any("pool" in name for name in case.arrays)]
 
 
 def pairs(cases: list[Case]):
@@ -67,29 +70,46 @@ def compile_case(case: Case, generation: str):
 @pytest.mark.parametrize(("case", "generation"), samples(ATTENTION))
 def test_attention_compiles_without_temporary_arrays(case, generation):
     compiled = compile_case(case, generation)
-    check_pools_are_not_copied(case, compiled)
+    check_is_not_copied(pools(case), compiled)
     assert compiled.memory_analysis().temp_size_in_bytes == 0
 
 
-def check_pools_are_not_copied(case: Case, compiled) -> None:
+def pools(case: Case) -> list[jax.ShapeDtypeStruct]:
+    return jax.tree.leaves([x for name, x in case.inputs(V6E).items() if name.endswith("pool")])
+
+
+def check_is_not_copied(arrays: list[jax.ShapeDtypeStruct], compiled) -> None:
     text = compiled.as_text() or ""
-    inputs = case.inputs(Target("tpu", "v6e"))
-    for pool in jax.tree.leaves([x for name, x in inputs.items() if name.endswith("pool")]):
-        dims = ",".join(map(str, pool.shape))
-        copies = [line for line in text.splitlines() if " copy(" in line or " copy-start(" in line]
+    copies = [line for line in text.splitlines() if " copy(" in line or " copy-start(" in line]
+    for held in arrays:
+        dims = ",".join(map(str, held.shape))
         # The compiler does not count as temporary what it copies to fast memory.
         assert f"[{dims}]" in text and not any(f"[{dims}]" in line for line in copies)
+
+
+def num_bytes(arrays: list[jax.ShapeDtypeStruct]) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
 @pytest.mark.parametrize(("case", "generation"), samples(INDEXER))
 def test_scores_of_the_indexer_are_not_in_memory(case, generation):
     compiled = compile_case(case, generation)
-    check_pools_are_not_copied(case, compiled)
+    check_is_not_copied(pools(case), compiled)
     num_blocks, block = case.arrays["q"].shape[:2]
     scores = num_blocks * block * case.arrays["table"].shape[1] * case.arrays["pool"].entries_per_page * 4
     # What there is: the weights in another layout, six numbers a block, and queries turned into the basis of fp4 keys.
     turned = 2 * math.prod(case.arrays["q"].shape) * 2 if case.arrays["pool"].format.name == "fp4" else 0
     assert compiled.memory_analysis().temp_size_in_bytes < scores // 10 + turned
+
+
+@pytest.mark.parametrize(("case", "generation"), samples(WRITERS))
+def test_what_is_written_is_not_copied(case, generation):
+    compiled = compile_case(case, generation)
+    given = jax.tree.leaves(case.inputs(V6E)[case.updated])
+    check_is_not_copied(given, compiled)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= num_bytes(given)
+    assert memory.temp_size_in_bytes < 3 << 20  # what is known of a prompt's tokens and angles of its windows
 
 
 @pytest.mark.parametrize(("case", "generation"), pairs(OTHERS))
