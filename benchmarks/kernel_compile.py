@@ -126,7 +126,9 @@ def compile_case(target: str, case: Any, device: Any) -> tuple[Compiled, str]:
             compile_s=time.monotonic() - start,
         ), programs
     except Exception as refused:  # Mosaic, XLA and ptxas each have their own kind
-        return Compiled(**known, error=str(refused), compile_s=time.monotonic() - start), programs
+        return Compiled(
+            **known, error=f"{type(refused).__name__}: {refused}", compile_s=time.monotonic() - start
+        ), programs
 
 
 if __name__ == "__main__":

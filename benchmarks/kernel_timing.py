@@ -32,7 +32,7 @@ def time_case(case: Case, device: Any, repeat: int) -> Timed:
     """The median of `repeat` runs after one that does not count."""
     known: dict[str, Any] = {"target": device.device_kind, "name": case.name, "kernels": []}
     try:
-        arrays = jax.device_put(case.random(), device)
+        arrays = jax.device_put(case.random(Target.of(device)), device)
         found = _kernels(case, Target.of(device))
         work = found or _kernels(case, Target("tpu", "v6e"))
         known |= {
@@ -50,7 +50,7 @@ def time_case(case: Case, device: Any, repeat: int) -> Timed:
         times = times[1:]
         return Timed(**known, median_ms=statistics.median(times), range_ms=(min(times), max(times)))
     except Exception as error:  # the table has a line for each case, and the program fails at its end
-        return Timed(**known, error=str(error))
+        return Timed(**known, error=f"{type(error).__name__}: {error}")
 
 
 def _kernels(case: Case, target: Target) -> list[Kernel]:

@@ -17,7 +17,7 @@ FORMS = ("bf16", "fp8", "fp4")  # of experts' weights
 def cases() -> list[Case]:
     """At the shapes of Flash and Pro, as one device of several has them."""
     return [
-        *(case for form in CACHE_FORMS for kind in ("swa", "hca", "csa") for case in attention_cases.cases(kind, form)),
+        *(case for form in CACHE_FORMS for kind in attention_cases.KINDS for case in attention_cases.cases(kind, form)),
         *indexer_cases.cases(),
         *compress_cases.cases(),
         *cache_write_cases.cases(),
@@ -29,6 +29,12 @@ def cases() -> list[Case]:
 def small_cases() -> list[Case]:
     """The same operations at sizes that a CPU can run."""
     return [
+        *(
+            case
+            for kind in attention_cases.KINDS
+            for form in ("float32", "int8", "fp8")
+            for case in attention_cases.cases(kind, form, attention_cases.SMALL)
+        ),
         *indexer_cases.cases(indexer_cases.SMALL),
         *mhc_cases.cases(mhc_cases.SMALL),
         *(case for form in FORMS for case in grouped_matmul_cases.cases(form, grouped_matmul_cases.SMALL)),

@@ -60,18 +60,20 @@ class Case:
             traced = call.trace(given, arrays)
             return traced, traced.lower()
 
-    def random(self, seed: int = 0) -> dict[str, Any]:
-        """Inputs to run with: normal floats, small non-negative codes, and the values that are given."""
+    def random(self, target: Target = CPU, seed: int = 0) -> dict[str, Any]:
+        """Inputs to run with: normal floats, small codes, side words whose scales are ordinary, the values given."""
         rng = np.random.default_rng(seed)
+        floats, codes = rng.standard_normal(1 << 16, np.float32), rng.integers(0, 100, 1 << 16)
 
         def fill(leaf: Any) -> np.ndarray:
             if isinstance(leaf, np.ndarray):
                 return leaf
-            if jnp.issubdtype(leaf.dtype, jnp.floating):
-                return rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype)
-            return rng.integers(0, 2 if leaf.dtype == bool else 100, leaf.shape).astype(leaf.dtype)
+            if leaf.dtype == jnp.uint32:
+                return np.full(leaf.shape, 0x3F803F80, np.uint32)  # 1.0 as float32, 2**-64 or 2 as a byte's exponent
+            some = floats if jnp.issubdtype(leaf.dtype, jnp.floating) else codes % 2 if leaf.dtype == bool else codes
+            return np.resize(some.astype(leaf.dtype), leaf.shape)  # pools are gigabytes
 
-        return jax.tree.map(fill, self.inputs())
+        return jax.tree.map(fill, self.inputs(target))
 
 
 def _placed(s: jax.ShapeDtypeStruct, sharding: SingleDeviceSharding) -> jax.ShapeDtypeStruct:

@@ -36,11 +36,20 @@ def bytes_moved(name: str) -> int:
 
 
 def test_the_bytes_of_each_kernel_by_hand():
-    # 64 rows, 64 heads of 512: queries in bfloat16, results in float32; 128 keys of a window
+    # 64 rows, 64 heads of 512: queries in bfloat16, results in float32, sinks; a row's three scalars and the ids of the
+    # three pages that 128 keys can be in
     q, out, key = 64 * 64 * 512 * 2, 64 * 64 * 512 * 4, 512 * 2
-    assert bytes_moved("swa_attention flash decode bfloat16") == q + 64 * 128 * key + out == 20 * MIB
-    # and 32,768 / 128 entries
-    assert bytes_moved("hca_attention flash decode bfloat16") == q + 64 * (128 + 256) * key + out == 36 * MIB
+    swa = q + out + 64 * 4 + 64 * (3 * 4 + 3 * 4)
+    assert bytes_moved("swa_attention flash decode bfloat16") == swa + 64 * 128 * key == 20973312
+    # 512 bytes of codes, and the side words of a page of 64 entries in 11 rows of 128 words
+    assert bytes_moved("swa_attention flash decode fp8") == swa + 64 * 128 * (512 + 11 * 512 // 64)
+    # and 32,768 / 128 entries in pages of 16
+    assert bytes_moved("hca_attention flash decode bfloat16") == swa + 64 * ((128 + 256) * key + 16 * 4)
+    # or 512 chosen ones, somewhere in 128 pages
+    assert bytes_moved("csa_attention flash decode bfloat16") == swa + 64 * ((128 + 512) * key + 512 * 4 + 128 * 4)
+    # 64 queries of 64 heads of 128, their weights, 8,192 keys in 128 pages, 512 indices
+    indexer = 64 * (64 * 128 * 2 + 64 * 4 + 8192 * 128 * 2 + 128 * 4 + 512 * 4)
+    assert bytes_moved("indexer_topk flash decode bfloat16") == indexer
     # 64 tokens of 4 streams of 4096 read twice and written once, the block's input and its result, 24 weights
     token, fn = 4096 * 2, 24 * 4 * 4096 * 4
     assert bytes_moved("mhc_mix flash decode") == 64 * token * (3 * 4 + 2) + fn == 8912896
@@ -148,7 +157,7 @@ def test_a_case_that_fails_is_exit_1_when_timed(monkeypatch, capsys):
     case = Case(name="broken", call=broken, arrays={"x": array(jnp.float32, 8)})
     monkeypatch.setattr(all_cases, "small_cases", lambda: [case])
     assert kernels.main(["x"]) == 1
-    assert "broken on cpu failed: not today" in capsys.readouterr().err
+    assert "broken on cpu failed: ValueError: not today" in capsys.readouterr().err
 
 
 def test_random_inputs_keep_the_values_that_are_given():
