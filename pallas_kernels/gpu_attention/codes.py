@@ -25,19 +25,23 @@ def decode(values, side, keys, name: str) -> None:
     """Of values [K, H] uint8 and side words [K, S] of format `name` makes keys [K, H]; K a multiple of 16."""
     codes, rotary = _layouts()
     last = keys.shape[1] - _ROPE
-    for group, c in enumerate(range(0, last, FP8_GROUP)):
-        columns = pl.ds(c, FP8_GROUP)
+
+    def body(group, carry):  # in a loop, so that few of them are in registers
+        columns = pl.ds(group * FP8_GROUP, FP8_GROUP)
         x = plgpu.load(values.at[:, columns], layout=codes, optimized=False)
-        word = _QUARTER + (group // 4 if name == "fp8" else 0)
+        word = _QUARTER + (lax.div(group, 4) if name == "fp8" else 0)
         scale = plgpu.load(side.at[:, word], layout=codes.reduce(1), optimized=False)
         if name == "fp8":
             x = lax.bitcast_convert_type(x, jnp.float8_e4m3fn)
-            scale = ((scale >> (8 * (group % 4))) & 0xFF) << 23
+            scale = ((scale >> (8 * lax.rem(group, 4)).astype(jnp.uint32)) & 0xFF) << 23
         else:
             x = lax.bitcast_convert_type(x, jnp.int8)
         scale = lax.bitcast_convert_type(scale, jnp.float32)
         x = x.astype(jnp.float32) * plgpu.layout_cast(lax.broadcast_in_dim(scale, x.shape, [0]), codes)
         plgpu.store(keys.at[:, columns], x.astype(keys.dtype), optimized=False)
+        return carry
+
+    lax.fori_loop(0, last // FP8_GROUP, body, 0)
     columns = pl.ds(last, _ROPE)
     high = plgpu.load(values.at[:, columns], layout=rotary, optimized=False).astype(jnp.uint32)
     words = plgpu.load(side.at[:, pl.ds(0, _QUARTER)], layout=rotary, optimized=False)

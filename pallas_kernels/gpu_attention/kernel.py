@@ -2,14 +2,16 @@
 
 A block of threads is up to 64 of a block's (query, head) pairs, its rows: one query of a model with 64 heads, eight
 where a device has 8 of them. It reads the keys its queries see and no others, 32 at a time: pages (or parts of one) and
-gathered entries alike arrive by TMA in a ring of shared-memory buffers while earlier ones are attended to. What bounds
-the speed is reading each key once a block of threads, at decode from memory, in prefill from the cache of other blocks.
+gathered entries alike arrive in a ring of shared-memory buffers while earlier ones are attended to. In a prompt, too,
+entries chosen of a long context are gathered, found in the queries' masks: a thirtieth of them may be what is needed.
+What bounds the speed is reading each key once a block of threads, at decode from memory, in a prompt mostly from L2,
+where the blocks of other heads and queries have it.
 
 A warpgroup makes the logits of its part of a chunk's keys, all share them through shared memory, and each adds up its
 part of the width: the sum over keys [rows, width] in float32 would not fit the registers of one. The matmuls are
 `mma` (warp level), which Hopper and Blackwell both have. The sink is where the softmax starts: a key without a value.
 
-Shared memory for 64 rows of width 512 in bfloat16: queries 64 KiB, buffers 128 KiB, logits and weights 12 KiB.
+Shared memory for 64 rows of width 512 in bfloat16: queries 64 KiB, buffers 128 to 144 KiB, logits and weights 12 KiB.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.blocks import Pages
 from pallas_kernels.gpu_attention import codes
-from pallas_kernels.gpu_attention.keys import CHUNK, Keys
+from pallas_kernels.gpu_attention.keys import CHUNK, Keys, together
 from pallas_kernels.gpu_attention.softmax import COLUMNS, FLOOR, Seen, Softmax
 from pallas_kernels.gpu_attention.stream import Stream
 from pallas_kernels.online_softmax import Running
@@ -76,6 +78,8 @@ def attend(
     num_blocks, block, heads, width = q.shape
     rows = _rows(block, heads)
     threads = 2 if rows > 16 else 1
+    num_queries = max(1, rows // heads) if block > 1 else 1  # of a block of threads
+    segments = [together(keys, num_queries) for keys in segments]
     used = block * heads
     groups = -(-used // rows)
     pad = ((0, 0), (0, groups * rows - used))
@@ -100,8 +104,12 @@ def attend(
         "rings": plgpu.RefUnion(*([plgpu.SMEM(*x) for x in ring] for ring in rings)) if rings else None,
         "logits": plgpu.SMEM((rows, CHUNK), jnp.float32),
         "weights": plgpu.SMEM((rows, CHUNK), q.dtype),
-        "begin": plgpu.SMEM((threads, rows), jnp.int32),
-        "end": plgpu.SMEM((threads, rows), jnp.int32),
+        "chosen": [
+            plgpu.SMEM((g.ring[0][0][0], CHUNK), jnp.int32) if k.mask is not None and num_queries > 1 else None
+            for k, g in zip(segments, geometry, strict=True)
+        ],
+        "begin": plgpu.SMEM((len(segments), threads, rows), jnp.int32),
+        "end": plgpu.SMEM((len(segments), threads, rows), jnp.int32),
         "queries_here": plgpu.Barrier(),
         "keys_here": [
             plgpu.Barrier(num_arrivals=g.num_copies, num_barriers=tiled_slots if g.tiled else g.ring[0][0][0])
@@ -142,49 +150,50 @@ def attend(
 def _kernel(inputs, arrays, outs, scratch, *, geometry, rings, heads, threads, scale, interpret):
     ranges, q, start_maximum, start_denominator = inputs
     block, group, thread = (lax.axis_index(name) for name in ("block", "group", "warpgroup"))
-    num_rows, width = scratch["queries"].shape
+    num_rows = scratch["queries"].shape[0]
     rows = pl.ds(group * num_rows, num_rows)
     queries = [lax.div(group * num_rows, heads) + i for i in range(max(1, num_rows // heads))]
-    softmax = Softmax(scratch, num_rows, width, threads, thread, scale, interpret)
+    softmax = Softmax(scratch, heads, threads, thread, scale, interpret)
 
     @pl.when(thread == 0)
     def _() -> None:
         plgpu.copy_gmem_to_smem(q.at[block, rows], scratch["queries"], scratch["queries_here"])
 
     plgpu.barrier_wait(scratch["queries_here"])
-    state = softmax.start(start_maximum.at[rows], start_denominator.at[rows])
+    streams = []
     for n, segment in enumerate(arrays):
-        mask = segment["mask"]
         begins, ends = ([ranges[block, query, 2 * n + i] for query in queries] for i in range(2))
+        mask, chosen = segment["mask"], scratch["chosen"][n]
         seen = Seen(
             first=functools.reduce(jnp.minimum, begins),
             last=functools.reduce(jnp.maximum, ends),
-            begin=softmax.keep("begin", begins),
-            end=softmax.keep("end", ends),
-            mask=None if mask is None else functools.partial(_mask, softmax, mask.at[block], queries),
+            begin=softmax.keep(scratch["begin"].at[n], begins),
+            end=softmax.keep(scratch["end"].at[n], ends),
+            chosen=chosen,
         )
         keys, ring = scratch["keys"], [] if rings[n] is None else scratch["rings"][rings[n]]
         stream = Stream(
             geometry=geometry[n],
             index=segment["index"].at[block],
+            mask=None if mask is None else mask.at[block],
+            queries=queries,
             arrays=segment["arrays"],
             begin=seen.first,
             end=seen.last,
             ring=[keys] if rings[n] is None else ring,
             keys=keys if geometry[n].coded or rings[n] is None else ring[0],
+            chosen=chosen,
             arrived=scratch["keys_here"][n],
             leads=thread == 0,
             own=softmax.own,
         )
-
+        streams.append((stream, seen))
+    state = softmax.start(start_maximum.at[rows], start_denominator.at[rows])
+    for n, (stream, seen) in enumerate(streams):
         if n:
             softmax.read_all()  # the last buffers of the segment before
         state = stream.run(functools.partial(softmax.add, seen=seen), state)
     softmax.finish(state, [out.at[block, rows] for out in outs])
-
-
-def _mask(softmax: Softmax, mask, queries: list[jax.Array], chunk: jax.Array) -> jax.Array:
-    return softmax.of_queries([mask[query, chunk] for query in queries])
 
 
 def cost(q: jax.Array, segments: list[Keys]) -> pl.CostEstimate:
@@ -192,7 +201,7 @@ def cost(q: jax.Array, segments: list[Keys]) -> pl.CostEstimate:
     num_blocks, block, _, width = q.shape
     keys = sum(s.most for s in segments)
     key_bytes = sum(s.most * s.geometry.entry_bytes for s in segments)
-    index_bytes = sum(4 * -(-s.most // (s.geometry.epp or 1)) for s in segments)
+    index_bytes = sum(4 * (s.most if s.listed else -(-s.most // s.geometry.epp)) for s in segments)
     index_bytes += sum(4 * block * s.mask.shape[2] for s in segments if s.mask is not None)
     return pl.CostEstimate(
         flops=4 * q.size * keys,

@@ -22,21 +22,21 @@ _MASKED = -2e30  # of a logit: below the floor, so that its weight is 0 whatever
 
 
 class Seen(NamedTuple):
-    """The places from `first` up to `last` that some row sees, and those that each does: from `begin` up to `end`, of
-    these the ones of the mask."""
+    """The places from `first` up to `last` that some row sees, and those that each does: from `begin` up to `end`."""
 
     first: jax.Array
     last: jax.Array
     begin: Callable[[], jax.Array]  # [M], or a number for all rows
     end: Callable[[], jax.Array]
-    mask: Callable[[jax.Array], jax.Array] | None  # of a chunk, a bit a place: [M] or a number
+    chosen: Any  # [slots, CHUNK] or None: of these the ones that have the bit of the row's query
 
 
 class Softmax:
     """State: (maximum [M], denominator [M], sums [M, COLUMNS] of this warpgroup)."""
 
-    def __init__(self, scratch, rows: int, width: int, threads: int, thread, scale: float, interpret: bool):
-        self.scratch, self.rows, self.width, self.threads, self.thread = scratch, rows, width, threads, thread
+    def __init__(self, scratch, heads: int, threads: int, thread, scale: float, interpret: bool):
+        self.scratch, self.heads, self.threads, self.thread = scratch, heads, threads, thread
+        rows, width = self.rows, self.width = scratch["queries"].shape
         self.scale, self.interpret = scale, interpret
         layout = functools.partial(_layout, m_warps=rows // 16)
         self.left, self.right, self.sum = (layout(name) for name in ("MMA_LHS", "MMA_RHS", "MMA_ACC"))
@@ -62,27 +62,30 @@ class Softmax:
         load = functools.partial(plgpu.load, layout=self.row, optimized=False)
         return load(maximum), load(denominator), (zero,) * len(self.columns)
 
-    def keep(self, name: str, values: list[jax.Array]) -> Callable[[], jax.Array]:
-        """As `of_queries`; what is [M] waits in shared memory, as registers are short."""
+    def keep(self, place, values: list[jax.Array]) -> Callable[[], jax.Array]:
+        """As `of_queries`; what is [M] waits in place [warpgroups, M] in shared memory, as registers are short."""
         result = self.of_queries(values)
         if not result.ndim:
             return lambda: result
-        ref = self.scratch[name].at[self.thread]
+        ref = place.at[self.thread]
         plgpu.store(ref, result, optimized=False)
         return lambda: plgpu.load(ref, layout=self.row, optimized=False)
 
     def of_queries(self, values: list[jax.Array]) -> jax.Array:
         """A number a query, each of as many rows: as [M], or the number itself where there is one query."""
-        heads = self.rows // len(values)
         if len(values) == 1:
             return values[0]
-        row = plgpu.broadcasted_iota(jnp.int32, (self.rows,), 0, layout=self.row)
+        query = self._query()
         result = plgpu.layout_cast(jnp.full((self.rows,), values[0]), self.row)
         for i, value in enumerate(values[1:], 1):
-            result = jnp.where(row >= i * heads, value, result)
+            result = jnp.where(query >= i, value, result)
         return result
 
-    def add(self, state, keys, chunk: jax.Array, seen: Seen, refill: Callable[[], None]):
+    def _query(self) -> jax.Array:
+        """[M] which of the queries here a row is of."""
+        return lax.div(plgpu.broadcasted_iota(jnp.int32, (self.rows,), 0, layout=self.row), self.heads)
+
+    def add(self, state, keys, chunk: jax.Array, slot: jax.Array, seen: Seen, refill: Callable[[], None]):
         """Adds what is seen of a chunk's keys [CHUNK, H]; calls `refill` once no other is read."""
         maximum, denominator, sums = state
         logits, weights = self.scratch["logits"], self.scratch["weights"]
@@ -91,7 +94,7 @@ class Softmax:
         refill()
         self._clear(keys, seen.first - chunk * CHUNK, seen.last - chunk * CHUNK)
         x = plgpu.load(logits, layout=self.sum, optimized=False) * self.scale
-        x = jnp.where(self._sees(chunk, seen), x, _MASKED)
+        x = jnp.where(self._sees(chunk, slot, seen), x, _MASKED)
         top = jnp.maximum(maximum, jnp.max(x, axis=1))
         x = jnp.exp(x - self._spread(top, CHUNK))
         decay = jnp.exp(maximum - top)
@@ -137,7 +140,7 @@ class Softmax:
         zero = plgpu.layout_cast(jnp.zeros((self.rows, keys.shape[0]), jnp.float32), self.sum)
         return lax.fori_loop(0, self.width // depth, body, zero)
 
-    def _sees(self, chunk: jax.Array, seen: Seen) -> jax.Array:
+    def _sees(self, chunk: jax.Array, slot: jax.Array, seen: Seen) -> jax.Array:
         """[M, CHUNK] whether a row sees a key."""
 
         def spread(x: jax.Array) -> jax.Array:
@@ -146,7 +149,11 @@ class Softmax:
         place = plgpu.broadcasted_iota(jnp.int32, (self.rows, CHUNK), 1, layout=self.sum)
         begin, end = (spread(x() - chunk * CHUNK) for x in (seen.begin, seen.end))
         sees = (place >= begin) & (place < end)
-        return sees if seen.mask is None else sees & ((spread(seen.mask(chunk)) >> place) & 1 == 1)
+        if seen.chosen is None:
+            return sees
+        chosen = plgpu.load(seen.chosen.at[slot], layout=self.sum.reduce(0), optimized=False)
+        chosen = plgpu.layout_cast(lax.broadcast_in_dim(chosen, place.shape, [1]), self.sum)
+        return sees & ((chosen >> spread(self._query())) & 1 == 1)
 
     def _clear(self, keys, begin, end) -> None:
         """Zeros for what is no row's key: weight 0 times NaN is NaN. Each warpgroup does its own columns."""
