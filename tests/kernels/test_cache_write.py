@@ -27,7 +27,7 @@ def keys(name: str) -> EntryFormat:
     return EntryFormat(name, 128)
 
 
-class _World:
+class World:
     """A poisoned pool, and entries of all sizes for it: a run of tokens of one page, others anywhere, some nowhere."""
 
     def __init__(self, form: EntryFormat, num: int, gathered: bool = False, tiled: bool = True):
@@ -76,7 +76,7 @@ EVERYDAY = [(latents("bfloat16"), False), (latents("fp8"), True), (keys("fp4"), 
     ],
 )
 def test_the_kernel_stores_the_same_bytes_and_no_others(form, gathered):
-    world = _World(form, 40, gathered)
+    world = World(form, 40, gathered)
     assert tpu.supports(world.pool, TPU)
     for got, want in zip(world.run(TPU), world.run(CPU), strict=True):
         np.testing.assert_array_equal(got, want)
@@ -85,7 +85,7 @@ def test_the_kernel_stores_the_same_bytes_and_no_others(form, gathered):
 @pytest.mark.parametrize("num", [1, pytest.param(200, marks=pytest.mark.slow)])
 def test_one_entry_and_several_steps_of_the_grid(num):
     """Entries of one page come in several steps, some of a line's in one and some in another."""
-    world = _World(keys("int8"), num)
+    world = World(keys("int8"), num)
     world.slots[:] = np.random.default_rng(1).permutation(world.slots)
     for got, want in zip(world.run(TPU), world.run(CPU), strict=True):
         np.testing.assert_array_equal(got, want)
@@ -93,7 +93,7 @@ def test_one_entry_and_several_steps_of_the_grid(num):
 
 @pytest.mark.parametrize("form", [latents("bfloat16"), pytest.param(latents("int8"), marks=pytest.mark.slow)])
 def test_no_races(form):
-    world = _World(form, 12)
+    world = World(form, 12)
     got = tpu_races.run(world.write, world.pool, world.slots, world.entries)
     for a, b in zip(jax.tree.leaves(got), world.run(CPU), strict=True):
         np.testing.assert_array_equal(a.view(np.uint8), b)

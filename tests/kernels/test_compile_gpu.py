@@ -12,6 +12,7 @@ import pytest
 from benchmarks.kernel_compile import Compiled, compile_apart
 from dsjax import aot
 from pallas_kernels import all_cases
+from pallas_kernels.entry_format import PLAIN
 from pallas_kernels.target import Target
 from tests.kernels import gpu_cases
 
@@ -65,5 +66,6 @@ def test_every_case_compiles_without_spills(gpu, architecture):
     with_kernels = [case for case in compiled.values() if case.kernels]
     operations = {case.name.split()[0] for case in with_kernels}
     assert operations >= {name.split()[0] for name in gpu_cases.REPRESENTATIVE}
-    assert all(case.kernels for case in compiled.values() if case.name.split()[0] in operations)
+    floats = [name for name in compiled if name.startswith("cache_write") and name.endswith(PLAIN)]  # XLA's scatter
+    assert all(case.kernels for name, case in compiled.items() if name.split()[0] in operations and name not in floats)
     _check(with_kernels, architecture)
