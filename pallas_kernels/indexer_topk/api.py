@@ -25,8 +25,9 @@ def indexer_topk(
 ) -> jax.Array:
     """The k best-scoring entries among the visible ones (all, if fewer); ties go to the lowest index.
 
-    Returns a mask [NB, B, max_entries] bool for B > 1, and for B = 1 indices [NB, k'] int32 (k' = min(k,
-    max_entries); max_entries where there is none), since a decode row gathers its entries and a block shares them.
+    Returns a mask [NB, B, max_entries] bool for B > 1, or from a TPU's kernel its bits (`chosen.pack`), and for B = 1
+    indices [NB, k'] int32 (k' = min(k, max_entries); max_entries where there is none, after all others), since a decode
+    row gathers its entries and a block shares them.
     Where several devices share the pages the choice is among the entries of all, and each gets those of its own; then,
     and where there is no kernel, it is the jnp path, which has the scores [NB, B, entries here] in memory.
     Raises ValueError for shapes that do not fit.

@@ -102,8 +102,7 @@ def indexer_topk(
     )(_scalars(blocks, pages, sizes), table, table, q.reshape(num_blocks, rows, width), weights, *pools)
     if block == 1:
         return result[:, 0, :k]
-    bits = result.reshape(num_blocks, 1, -1)[..., : pages.max_entries]
-    return (bits >> jnp.arange(block, dtype=jnp.int32)[:, None]) & 1 == 1
+    return result  # bits, as chosen.pack makes them
 
 
 def _scalars(blocks: QueryBlocks, pages: Pages, sizes: Sizes) -> jax.Array:
