@@ -25,7 +25,7 @@ REPRESENTATIVE = (
     "swa_attention pro decode int8",
     "hca_attention flash/8 prefill fp8",
     "csa_attention flash decode fp8",
-    "csa_attention flash prefill int8",
+    "csa_attention flash/8 prefill int8",
     "indexer_topk flash decode bfloat16",
     "indexer_topk flash prefill bfloat16",
     "cache_write flash window decode fp8",
