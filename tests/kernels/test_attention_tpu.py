@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from benchmarks.kernel_cost import kernels
-from pallas_kernels import attention_cases, chosen, tpu_pages
+from pallas_kernels import attention_cases, chosen, tpu_attention, tpu_pages
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.cache_write import NOWHERE
 from pallas_kernels.csa_attention import csa_attention
 from pallas_kernels.entry_format import EntryFormat
 from pallas_kernels.hca_attention import hca_attention
+from pallas_kernels.hca_attention import reference as hca_reference
+from pallas_kernels.online_softmax import Running
 from pallas_kernels.pool import Pool, PoolShape
 from pallas_kernels.swa_attention import swa_attention
 from pallas_kernels.target import CPU, Target
@@ -125,6 +127,33 @@ def test_masks_as_bits():
     assert (chosen.unpack(bits, 5, 300) == mask).all()
     with pytest.raises(ValueError, match="a block of 33 queries"):
         chosen.pack(jnp.zeros((1, 33, 4), bool))
+
+
+class _Shared(Pages):
+    """As on the second of two devices that share the pages."""
+
+    count = 2  # type: ignore[assignment]
+    index = 1  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+def test_a_device_s_part_of_shared_pages(monkeypatch):
+    """Positions and entries are twice as many, so that those here are where one device would have all."""
+    monkeypatch.setattr(tpu_pages, "_UNROLL", 1)
+    world = _World("int8", "fp8", 1)
+    blocks = world.blocks._replace(position=2 * world.blocks.position)
+    sizes = {"window": 2 * WINDOW - 1, "ratio": 2 * RATIO, "scale": 0.1}
+    (window, plain_window), (entry, plain_entry) = (
+        [_Shared(*x) for x in pages] for pages in (world.window, world.entry)
+    )
+    got = tpu_attention.attend(
+        world.q, blocks, window, entry, None, world.sink, **sizes, target=INTERPRET, partial=True
+    )
+    want = hca_reference.hca_attention(world.q, blocks, plain_window, plain_entry, **sizes)
+    assert isinstance(got, Running)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a[:-1, 0], b[:-1], rtol=1e-5, **SUMS)
+    assert np.abs(got.total[-1]).max() == 0 and np.abs(got.denominator[-1]).max() == 0
 
 
 def _tiny(monkeypatch, block: int) -> _World:
