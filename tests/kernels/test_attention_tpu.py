@@ -157,16 +157,17 @@ def test_a_device_s_part_of_shared_pages(monkeypatch):
 
 
 def _tiny(monkeypatch, block: int) -> _World:
-    """Of one row whose window takes two steps, and its entries three."""
-    monkeypatch.setattr(_World, "contexts", (150,))
-    monkeypatch.setattr(tpu_pages, "STEP", 32)
+    """Of one row whose window takes two steps, and its entries two or three."""
+    monkeypatch.setattr(_World, "contexts", (150 if block == 1 else 300,))
+    if block == 1:
+        monkeypatch.setattr(tpu_pages, "STEP", 32)  # a mask's are of 128
     return _World("fp8", "int8", block)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["swa", "hca", "csa"])
-def test_no_races(kind, monkeypatch):
-    world = _tiny(monkeypatch, 1)
+@pytest.mark.parametrize(("kind", "block"), [("swa", 1), ("hca", 1), ("csa", 1), ("csa", 5)])
+def test_no_races(kind, block, monkeypatch):
+    world = _tiny(monkeypatch, block)
     world.check(tpu_races.run(lambda target: world.run(kind, target)), kind)
 
 
