@@ -36,6 +36,8 @@ def small_cases() -> list[Case]:
             for case in attention_cases.cases(kind, form, attention_cases.SMALL)
         ),
         *indexer_cases.cases(indexer_cases.SMALL),
+        *compress_cases.cases(),
+        *cache_write_cases.cases(cache_write_cases.SMALL_PAGES),
         *mhc_cases.cases(mhc_cases.SMALL),
         *(case for form in FORMS for case in grouped_matmul_cases.cases(form, grouped_matmul_cases.SMALL)),
     ]

@@ -55,10 +55,17 @@ class Case:
         mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=kind)
         # Pallas asks the mesh what it lowers for; the precision is the one that the engine's step has.
         with jax.sharding.use_abstract_mesh(mesh), jax.default_matmul_precision("highest"):
-            given = {name: arrays.pop(name) for name in filter(None, [self.updated])}
-            call = jax.jit(lambda given, arrays: self.call(target, **given, **arrays), donate_argnums=0)
-            traced = call.trace(given, arrays)
+            traced = self.program(target).trace(*self.split(arrays))
             return traced, traced.lower()
+
+    def program(self, target: Target) -> Any:
+        """Jitted, of what `split` makes of the inputs; the first is donated."""
+        return jax.jit(lambda given, arrays: self.call(target, **given, **arrays), donate_argnums=0)
+
+    def split(self, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The inputs that the operation gives back changed, and the others."""
+        given = {name: x for name, x in arrays.items() if name == self.updated}
+        return given, {name: x for name, x in arrays.items() if name not in given}
 
     def random(self, target: Target = CPU, seed: int = 0) -> dict[str, Any]:
         """Inputs to run with: normal floats, small codes, side words whose scales are ordinary, the values given."""

@@ -13,31 +13,34 @@ from pallas_kernels.pool import Pool, PoolShape
 from pallas_kernels.target import Target
 
 LAYERS, NUM_PAGES = 20, 1000
+SMALL_PAGES = 20  # for a CPU
 # kind: entries a page, entries of a prompt's step (parts of windows among them, which are stored nowhere)
 KINDS = {"window": (64, 2048), "csa": (64, 2048 // 4 + 2 * 64), "index_key": (64, 2048 // 4 + 2 * 64), "hca": (16, 144)}
 ROWS = 64
 
 
-def cases() -> list[Case]:
+def cases(num_pages: int = NUM_PAGES) -> list[Case]:
+    """With so many pages a layer."""
     return [
-        _case(kind, step, EntryFormat(name, 128) if kind == "index_key" else EntryFormat(name, 512, 64))
+        _case(kind, step, EntryFormat(name, 128) if kind == "index_key" else EntryFormat(name, 512, 64), num_pages)
         for kind in KINDS
         for name in (KEY_FORMATS if kind == "index_key" else LATENT_FORMATS)
         for step in ("decode", "prefill")
     ]
 
 
-def _case(kind: str, step: str, form: EntryFormat) -> Case:
+def _case(kind: str, step: str, form: EntryFormat, num_pages: int) -> Case:
     entries, stored = KINDS[kind]
     num = ROWS if step == "decode" else stored
+    model = "flash" if num_pages == NUM_PAGES else "small"
 
     def call(target: Target, pool: Pool, slots: jax.Array, entries: jax.Array, layer: jax.Array) -> Pool:
-        return cache_write(pool, slots, entries, layer=layer, num_pages=NUM_PAGES, target=target)
+        return cache_write(pool, slots, entries, layer=layer, num_pages=num_pages, target=target)
 
     arrays = {
-        "pool": PoolShape(form, LAYERS * NUM_PAGES, entries, gathered=kind == "csa"),
+        "pool": PoolShape(form, LAYERS * num_pages, entries, gathered=kind == "csa"),
         "slots": array(jnp.int32, num),
         "entries": array(jnp.bfloat16, num, form.width),
         "layer": array(jnp.int32),
     }
-    return Case(name=f"cache_write flash {kind} {step} {form.name}", call=call, arrays=arrays, updated="pool")
+    return Case(name=f"cache_write {model} {kind} {step} {form.name}", call=call, arrays=arrays, updated="pool")
