@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.blocks import Pages, QueryBlocks
-from pallas_kernels.indexer_topk import gpu, reference, tpu
+from pallas_kernels.indexer_topk import gpu, gpu_scores, reference, tpu
 from pallas_kernels.indexer_topk.reference import index_scores, top_k_mask
 from pallas_kernels.pool import in_key_basis
 from pallas_kernels.target import CPU, Target
@@ -28,8 +28,8 @@ def indexer_topk(
     Returns a mask [NB, B, max_entries] bool for B > 1, or from a TPU's kernel its bits (`chosen.pack`), and for B = 1
     indices [NB, k'] int32 (k' = min(k, max_entries); max_entries where there is none, after all others), since a decode
     row gathers its entries and a block shares them.
-    Where several devices share the pages the choice is among the entries of all, and each gets those of its own; then,
-    and where there is no kernel, it is the jnp path, which has the scores [NB, B, entries here] in memory.
+    Where several devices share the pages the choice is among the entries of all, and each gets a mask or indices of its
+    own; the scores [NB, B, entries here] are then in memory, on a TPU from the kernel, as they are where there is none.
     Raises ValueError for shapes that do not fit.
     """
     if q.ndim != 4 or weights.shape != q.shape[:3]:
@@ -38,9 +38,9 @@ def indexer_topk(
     if form.width != q.shape[3]:
         raise ValueError(f"indexer_topk: keys of {form.width} channels do not fit q {q.shape}")
     q = in_key_basis(q, form)
-    if key_pages.count == 1 and key_pages.max_entries > k:
+    if key_pages.max_entries * key_pages.count > k:
         if target.has_tpu_kernels:
             return tpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)
-        if gpu.supports(q, key_pages, target):
+        if gpu_scores.supports(q, key_pages, target):
             return gpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)
     return reference.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k)

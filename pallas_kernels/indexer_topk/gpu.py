@@ -1,10 +1,8 @@
 """Scores and selection of index keys on a GPU: a kernel each, with the scores of some blocks in memory between them.
 
-Scores are int32 of the floats' order in the device's memory, at most _SCORE_BYTES of them (or one block's): the blocks
-of a long prompt are taken some at a time. Only what the rows see is written and read, 4 bytes a query and entry where a
-key has 256. A block of threads of the first kernel scores _PART entries for up to eight queries, which stay in shared
-memory while the keys stream by, each read once for all of them; a warpgroup has 64 keys in registers, and multiplies
-them by one query's heads after another (`mma`, warp level, which Hopper and Blackwell both have).
+Scores (`gpu_scores`) are int32 of the floats' order in the device's memory, at most _SCORE_BYTES of them (or one
+block's): the blocks of a long prompt are taken some at a time. Only what the rows see is written and read, 4 bytes a
+query and entry where a bfloat16 key has 256.
 
 The second kernel selects for one query: its scores are brought into shared memory where they fit (up to _IN_SHARED
 entries, a context of 196,608 tokens), else read again from the device's memory in every pass. It finds the k-th largest
@@ -25,38 +23,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.blocks import Pages, QueryBlocks
+from pallas_kernels.indexer_topk.gpu_scores import layout_of, score
 from pallas_kernels.target import Target
 
 plgpu: Any = mosaic_gpu  # JAX 0.10 has another version of it, for which there is no kernel
 
-_KEYS = 64  # of a warpgroup at a time: a row of the matmul each
-_PART = 512  # entries of a block of threads of the first kernel
-_THREADS = 2  # its warpgroups, which take _KEYS in turn
-_SLOTS = 3  # buffers of a warpgroup
-_DEPTH = 64  # of the keys' width in one step of a matmul: a tile of shared memory
 _WORD = 32
 _TILE = 64 * _WORD  # entries of the second kernel at a time, 16 a thread
 _IN_SHARED = 24 * _TILE  # of 227 KiB; 192 KiB of scores
 _SCORE_BYTES = 32 << 20  # of scores at a time; less than the second-level cache
 _LOWEST = -(1 << 31)  # of a score that counts for nothing: below every float's
-
-
-def supports(q: jax.Array, pages: Pages, target: Target) -> bool:
-    """Whether the kernels take these: bfloat16, 16 to 64 heads, keys 64 or 128 wide, pages of 8, 16, 32 or 64 n.
-
-    Float32 too where it is interpreted, for exact comparisons.
-    """
-    heads, width = q.shape[2:]
-    epp = pages.entries_per_page
-    dtypes = (jnp.bfloat16, jnp.float32) if target.interpret else (jnp.bfloat16,)
-    return (
-        target.has_gpu_kernels
-        and q.dtype in dtypes
-        and pages.pool.format.name == q.dtype.name
-        and heads in (16, 32, 64)
-        and width in (64, 128)
-        and (epp in (8, 16, 32) or epp % _KEYS == 0)
-    )
 
 
 def indexer_topk(
@@ -77,7 +53,7 @@ def indexer_topk(
     def some(first: jax.Array) -> jax.Array:
         """Of blocks first .. first + at_once."""
         part = lax.dynamic_slice_in_dim(seen, first, at_once)
-        scores = _score(q, weights, blocks, pages, part, first, padded, k=k, target=target)
+        scores = score(q, weights, blocks, pages, part, first, padded, k=k, target=target)
         return _select(scores, part, k=k, target=target)
 
     words = lax.map(some, jnp.arange(0, num_blocks, at_once)).reshape(num_blocks, block, -1)
@@ -85,146 +61,6 @@ def indexer_topk(
         return _indices(words[:, 0], k, pages.max_entries)
     bits = (words[..., None] >> jnp.arange(_WORD, dtype=jnp.int32)) & 1 == 1
     return bits.reshape(num_blocks, block, -1)[..., : pages.max_entries]
-
-
-def _score(
-    q: jax.Array,  # [NB, B, N, d], of which
-    weights: jax.Array,  # [NB, B, N]
-    blocks: QueryBlocks,
-    pages: Pages,
-    seen: jax.Array,  # [n, B]
-    first: jax.Array,  # blocks first .. first + n
-    padded: int,
-    *,
-    k: int,
-    target: Target,
-) -> jax.Array:
-    """[n, B, padded] int32 in the order of the scores; what no query of the block sees may be anything."""
-    _, block, heads, width = q.shape
-    num_blocks = seen.shape[0]
-    epp = pages.entries_per_page
-    group = max(n for n in range(1, 9) if block % n == 0)
-    most, ids = jnp.max(seen, axis=1), pages.page_ids(blocks.row).astype(jnp.int32)
-    tiles = (plgpu.TilingTransform((8, 128 // q.dtype.itemsize)), plgpu.SwizzleTransform(128))
-    scratch = {
-        "queries": plgpu.SMEM((group, heads, width), q.dtype, transforms=tiles),
-        "keys": plgpu.SMEM((_THREADS * _SLOTS, _KEYS, width), q.dtype, transforms=tiles),
-        "queries_here": plgpu.Barrier(num_arrivals=group),
-        "keys_here": plgpu.Barrier(num_arrivals=max(1, _KEYS // epp), num_barriers=_THREADS * _SLOTS),
-    }
-
-    def indexer_scores(most, first, ids, q, weights, pool, scores, scratch):
-        n, part = lax.axis_index("block"), lax.axis_index("part")
-        block = first[0] + n
-
-        @pl.when(part * _PART < most[n])
-        def _() -> None:
-            _score_part(
-                most[n], ids.at[block], q.at[block], weights.at[block], pool, scores.at[n], scratch, target.interpret
-            )
-
-    return plgpu.kernel(
-        indexer_scores,
-        out_type=jax.ShapeDtypeStruct((num_blocks, block, padded), jnp.int32),
-        scratch_types=[scratch],
-        grid=(num_blocks, -(-pages.max_entries // _PART), block // group),
-        grid_names=("block", "part", "group"),
-        num_threads=_THREADS,
-        thread_name="warpgroup",
-        # With layouts written out: inferring them takes minutes.
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        cost_estimate=_score_cost(q, pages, num_blocks),
-        interpret=plgpu.InterpretGPUParams() if target.interpret else None,
-    )(jnp.where(most > k, most, 0), first[None], ids, q, weights, pages.pool.values)
-
-
-def _score_cost(q: jax.Array, pages: Pages, num_blocks: int) -> pl.CostEstimate:
-    """Upper bounds from the shapes: every entry the tables can name is visible. Keys come once a block, since for its
-    queries after the eighth they are in the second-level cache."""
-    _, block, heads, width = q.shape
-    entries = pages.max_entries
-    keys = num_blocks * entries * width * q.dtype.itemsize
-    query_bytes = heads * (width * q.dtype.itemsize + 4)
-    return pl.CostEstimate(
-        flops=num_blocks * block * heads * entries * (2 * width + 2),
-        bytes_accessed=keys + num_blocks * (pages.table.shape[1] * 4 + block * (query_bytes + entries * 4)),
-        transcendentals=0,
-    )
-
-
-def _score_part(most, ids, q, weights, pool, scores, scratch, interpret: bool) -> None:
-    part, group, thread = (lax.axis_index(name) for name in ("part", "group", "warpgroup"))
-    num_queries, heads, width = scratch["queries"].shape
-    left, right, total = (_layout(name) for name in ("MMA_LHS", "MMA_RHS", "MMA_ACC"))
-    count = lax.div(jnp.minimum(_PART, most - part * _PART) + (_KEYS - 1), _KEYS)  # of _KEYS
-    count = lax.div(count - thread + (_THREADS - 1), _THREADS)  # of this warpgroup
-
-    def first_entry(n):
-        return part * _PART + (n * _THREADS + thread) * _KEYS
-
-    def bring(n) -> None:
-        @pl.when(n < count)
-        def _() -> None:
-            slot = thread * _SLOTS + lax.rem(n, _SLOTS)
-            _copy_keys(ids, pool, scratch["keys"].at[slot], scratch["keys_here"].at[slot], first_entry(n), most)
-
-    for n in range(_SLOTS - 1):
-        bring(jnp.int32(n))
-
-    @pl.when(thread == 0)
-    def _() -> None:
-        for n in range(num_queries):
-            here = scratch["queries_here"]
-            plgpu.copy_gmem_to_smem(q.at[group * num_queries + n], scratch["queries"].at[n], here)
-
-    plgpu.barrier_wait(scratch["queries_here"])
-
-    def step(n, carry):
-        slot = thread * _SLOTS + lax.rem(n, _SLOTS)
-        plgpu.barrier_wait(scratch["keys_here"].at[slot])
-        depths = [pl.ds(d, _DEPTH) for d in range(0, width, _DEPTH)]
-        keys = [plgpu.load(scratch["keys"].at[slot, :, d], layout=left, optimized=False) for d in depths]
-        plgpu.commit_smem()  # all have read it: a copy may follow
-        bring(n + (_SLOTS - 1))
-
-        def score(i, carry):
-            products = plgpu.layout_cast(jnp.zeros((_KEYS, heads), jnp.float32), total)
-            for x, d in zip(keys, depths, strict=True):
-                y = plgpu.load(scratch["queries"].at[i, :, d].transpose((1, 0)), layout=right, optimized=False)
-                products = _matmul(products, x, y, interpret)
-            query = group * num_queries + i
-            weight = plgpu.load(weights.at[query], layout=total.reduce(0), optimized=False)
-            weight = plgpu.layout_cast(lax.broadcast_in_dim(weight, (_KEYS, heads), [1]), total)
-            sums = jnp.sum(jnp.maximum(products, 0.0) * weight, axis=1)
-            sums = jnp.where(sums == 0.0, 0.0, sums)  # -0 and 0 are a tie
-            bits = lax.bitcast_convert_type(sums, jnp.int32)
-            bits = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # int32 of the floats' order
-            plgpu.store(scores.at[query, pl.ds(first_entry(n), _KEYS)], bits, optimized=False)
-            return carry
-
-        return lax.fori_loop(0, num_queries, score, carry)
-
-    lax.fori_loop(0, count, step, 0)
-
-
-def _copy_keys(ids, pool, buffer, here, first, most) -> None:
-    """_KEYS entries: a part of a page, or several pages; those past the end are the last page once more."""
-    epp = pool.shape[1]
-    size = min(epp, _KEYS)
-    for n in range(_KEYS // size):
-        page = ids[lax.div(jnp.minimum(first + n * size, most - 1), epp)]
-        source = pool.at[page] if epp == size else pool.at[page, pl.ds(lax.rem(first, epp), size)]
-        plgpu.copy_gmem_to_smem(source, buffer.at[pl.ds(n * size, size)], here)
-
-
-def _matmul(total: jax.Array, a: jax.Array, b: jax.Array, interpret: bool) -> jax.Array:
-    if interpret:  # which has no mma
-        return total + jnp.dot(a, b, preferred_element_type=jnp.float32)
-    return plgpu.mma(total, a, b)
-
-
-def _layout(name: str) -> Any:
-    return getattr(plgpu.Layout, name)(jnp.bfloat16, m_warps=4)
 
 
 def _select(scores: jax.Array, seen: jax.Array, *, k: int, target: Target) -> jax.Array:
@@ -294,7 +130,7 @@ def _select_one(seen, scores, words, here, k: int) -> None:
 
     def write(chosen) -> None:
         """The bits of the entries that are chosen(tile, layout)."""
-        layout = _layout("MMA_ACC")
+        layout = layout_of("MMA_ACC")
         lane = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
 
         def body(tile, carry):

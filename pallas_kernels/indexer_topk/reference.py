@@ -18,7 +18,7 @@ def indexer_topk(
     if pages.max_entries * pages.count <= k:
         return _everything(q, pages, visible)
     if pages.count > 1:
-        return _best_of_all(q, weights, blocks, pages, visible, k)
+        return best_of_all(_scores(q, weights, blocks, pages, visible), pages, k)
 
     def best(pool: Pool) -> jax.Array:
         scores = _scores(q, weights, blocks, pages._replace(pool=pool), visible)
@@ -40,14 +40,12 @@ def _everything(q: jax.Array, pages: Pages, visible: jax.Array, k: int | None = 
     return jnp.where(mask[:, 0, :k], place[:k], pages.max_entries)
 
 
-def _best_of_all(
-    q: jax.Array, weights: jax.Array, blocks: QueryBlocks, pages: Pages, visible: jax.Array, k: int
-) -> jax.Array:
-    """Each device offers its best; all then know the k best of all, and each keeps those that are its own.
+def best_of_all(scores: jax.Array, pages: Pages, k: int) -> jax.Array:
+    """scores [NB, B, entries here], -inf where not visible -> which of them are chosen among those of all devices.
 
-    A device's chosen entries are the first of its own order (score, then index), so ties are settled as on one device.
+    Each device offers its best; all then know the k best of all, and each keeps those that are its own. A device's
+    chosen entries are the first of its own order (score, then index), so ties are settled as on one device.
     """
-    scores = _scores(q, weights, blocks, pages, visible)
     top, place = jax.lax.top_k(scores, min(k, pages.max_entries))  # ties: lowest place, so lowest entry
     entry = pages.entry(place)
     offered = jnp.stack([jax.lax.bitcast_convert_type(top, jnp.int32), entry], axis=-1)
@@ -57,7 +55,7 @@ def _best_of_all(
     spare = k - jnp.sum(all_top > worst, axis=-1, keepdims=True)  # how many of those equal to the worst are chosen
     tied = jnp.sort(jnp.where(all_top == worst, all_entry, jnp.iinfo(jnp.int32).max), axis=-1)
     last = jnp.take_along_axis(tied, spare - 1, axis=-1)
-    if q.shape[1] > 1:
+    if scores.shape[1] > 1:
         mask = (scores > worst) | ((scores == worst) & (pages.entry(jnp.arange(pages.max_entries)) <= last))
         return mask & (scores > -jnp.inf)
     chosen = ((top > worst) | ((top == worst) & (entry <= last))) & (top > -jnp.inf)

@@ -13,6 +13,9 @@ A block's mask goes out as one int32 an entry, a bit a query. A decode row's mas
 there from the group's row of the mask, which one matmul with a one-hot matrix brings to lane j: k / (64 * heads) of the
 scoring's work. A decode row is bound by the bytes of its keys, a block of a prompt by the matrix unit.
 
+Where several devices share the pages the kernel makes the scores of those here; the choice among all devices' best
+ones is the jnp path's.
+
 Fast memory: scores 4 B a query and entry (a block of 16 and 32,768 entries, a context of 131,072 tokens: 2 MiB).
 """
 
@@ -31,19 +34,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.entry_format import LANES
-from pallas_kernels.indexer_topk import tuning
-from pallas_kernels.indexer_topk.tpu_scores import LOWEST, Scores, Sizes
+from pallas_kernels.indexer_topk import reference, tuning
+from pallas_kernels.indexer_topk.tpu_scores import LOWEST, Scores, Sizes, entries_of, floats_of
 from pallas_kernels.target import Target
 
 _VMEM_LIMIT = 60 << 20  # of 64 MiB a core on v5p and tpu7x
-_ROW, _POSITION, _LENGTH, _PAGES, _BEGIN, _OFFSET = range(6)  # of the scalars
+_ROW, _POSITION, _LENGTH, _PAGES, _BEGIN, _OFFSET, _INDEX = range(7)  # of the scalars
 
 
 def indexer_topk(
     q: jax.Array, weights: jax.Array, blocks: QueryBlocks, pages: Pages, *, ratio: int, k: int, target: Target
 ) -> jax.Array:
-    """As `api.indexer_topk`, for more than k entries on one device."""
+    """As `api.indexer_topk`, for more than k entries."""
     num_blocks, block, heads, width = q.shape
+    shared = pages.count > 1
     if block > 32:
         raise ValueError(f"indexer_topk: a block of {block} queries is more than the 32 bits of an entry's mask")
     epp = pages.entries_per_page
@@ -57,6 +61,7 @@ def indexer_topk(
         tuning.digit_bits(block),
         pages.max_entries,
         pages.pool.format,
+        pages.count,
     )
     chunks = -(-pages.max_entries // sizes.chunk)
     tiles = chunks * sizes.chunk // sizes.tile
@@ -64,7 +69,7 @@ def indexer_topk(
     table = pages.table[:, None]  # [R, 1, P]
     pools = [x for x in (pages.pool.values, pages.pool.side) if x is not None]
     lanes_of_k = -(-k // LANES) * LANES
-    out = (1, lanes_of_k) if block == 1 else (tiles, LANES)
+    out = (tiles, sizes.rows, LANES) if shared else (1, lanes_of_k) if block == 1 else (tiles, LANES)
 
     def table_of(ahead: int) -> pl.BlockSpec:
         def index(i, scalars):
@@ -86,12 +91,12 @@ def indexer_topk(
                 pl.BlockSpec((1, block, heads), lambda i, _: (i, 0, 0)),
                 *(pl.BlockSpec(memory_space=pl.ANY) for _ in pools),
             ],
-            out_specs=pl.BlockSpec((1, *out), lambda i, _: (i, 0, 0)),
+            out_specs=pl.BlockSpec((1, *out), lambda i, _: (i, *[0] * len(out))),
             scratch_shapes=[
                 [pltpu.VMEM((2, sizes.pages, *pool.shape[1:]), pool.dtype) for pool in pools],
                 pltpu.VMEM((rows, LANES), jnp.float32),
-                pltpu.VMEM((score_tiles, sizes.rows, LANES), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
+                *([] if shared else [pltpu.VMEM((score_tiles, sizes.rows, LANES), jnp.int32)]),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((num_blocks, *out), jnp.int32),
@@ -100,29 +105,35 @@ def indexer_topk(
         interpret=target.interpret,
         name="indexer_topk",
     )(_scalars(blocks, pages, sizes), table, table, q.reshape(num_blocks, rows, width), weights, *pools)
+    if shared:
+        scores = result if block == 1 else result.swapaxes(1, 2)
+        scores = scores.reshape(num_blocks, block, -1)[..., : pages.max_entries]
+        return reference.best_of_all(floats_of(scores), pages, k)
     if block == 1:
         return result[:, 0, :k]
     return result  # bits, as chosen.pack makes them
 
 
 def _scalars(blocks: QueryBlocks, pages: Pages, sizes: Sizes) -> jax.Array:
-    """[6, NB] int32: row, position, length; pages to score; chunks of the blocks before; first page of the layer."""
+    """[7, NB] int32: row, position, length; pages to score; chunks of the blocks before; first page of the layer; the
+    device's index among those that share the pages."""
     seen = jnp.where(blocks.length > 0, lax.div(blocks.position + blocks.length, sizes.ratio), 0)
-    num_pages = jnp.where(seen > sizes.k, -(-seen // sizes.epp), 0)
+    num_pages = jnp.where(seen > sizes.k, -(-pages.num_here(seen) // sizes.epp), 0)
     chunks = -(-num_pages // sizes.pages)
     offset = jnp.full_like(seen, pages.layer * pages.num_pages)
-    scalars = [blocks.row, blocks.position, blocks.length, num_pages, jnp.cumsum(chunks) - chunks, offset]
+    index = jnp.full_like(seen, pages.index)
+    scalars = [blocks.row, blocks.position, blocks.length, num_pages, jnp.cumsum(chunks) - chunks, offset, index]
     return jnp.stack([x.astype(jnp.int32) for x in scalars])
 
 
-def _cost(q: jax.Array, weights: jax.Array, pages: Pages, out: tuple[int, int]) -> pl.CostEstimate:
+def _cost(q: jax.Array, weights: jax.Array, pages: Pages, out: tuple[int, ...]) -> pl.CostEstimate:
     """Upper bounds from the shapes: every entry the tables can name is visible."""
     num_blocks, _, _, width = q.shape
     pools = [x for x in (pages.pool.values, pages.pool.side) if x is not None]
     page_bytes = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in pools)
     key_bytes = num_blocks * pages.table.shape[1] * page_bytes
     table_bytes = num_blocks * pages.table.shape[1] * 4
-    out_bytes = num_blocks * out[0] * out[1] * 4
+    out_bytes = num_blocks * math.prod(out) * 4
     return pl.CostEstimate(
         flops=(2 * width + 2) * weights.size * pages.max_entries,
         bytes_accessed=q.size * q.dtype.itemsize + weights.size * 4 + key_bytes + table_bytes + out_bytes,
@@ -131,12 +142,16 @@ def _cost(q: jax.Array, weights: jax.Array, pages: Pages, out: tuple[int, int]) 
 
 
 def _kernel(scalars, table, next_table, q, weights, *refs, sizes: Sizes):
-    *pools, out, buffers, wide, scores, semaphores = refs
+    num_pools = 1 + sizes.form.quantised
+    pools, (out, buffers, wide, semaphores, *scratch) = refs[:num_pools], refs[num_pools:]
+    scores = scratch[0] if scratch else out.at[0]
     i, last_block = pl.program_id(0), pl.num_programs(0) - 1
     position, length, num_pages, begin = (scalars[n, i] for n in (_POSITION, _LENGTH, _PAGES, _BEGIN))
     num_chunks = lax.div(num_pages + (sizes.pages - 1), sizes.pages)
     query = lax.broadcasted_iota(jnp.int32, (sizes.rows, LANES), 0) if sizes.block > 1 else 0
     visible = jnp.where(query < length, lax.div(position + query + 1, sizes.ratio), 0)
+    if sizes.count > 1:  # those that are here
+        visible = lax.div(visible + (sizes.count - 1 - scalars[_INDEX, i]), sizes.count)
 
     def each_copy(block, table, chunk, do: Callable[[Any], None]) -> None:
         """Of a block's chunk."""
@@ -181,8 +196,14 @@ def _kernel(scalars, table, next_table, q, weights, *refs, sizes: Sizes):
     def _() -> None:
         making.start(weights)
         lax.fori_loop(0, num_chunks, score, 0)
-        best = _Best(scores, num_chunks, sizes)
-        threshold, limit = best.find()
+
+    if not scratch:
+        making.fill(num_chunks, out.shape[1])
+        return
+
+    @pl.when(num_chunks > 0)
+    def _() -> None:
+        threshold, limit = _Best(scores, num_chunks, sizes).find()
 
         def chosen(tile, entry):
             return ((tile > threshold) | ((tile == threshold) & (entry < limit))) & (entry < visible)
@@ -192,14 +213,6 @@ def _kernel(scalars, table, next_table, q, weights, *refs, sizes: Sizes):
     @pl.when(num_chunks == 0)
     def _() -> None:
         _write_everything(out, visible, sizes)
-
-
-def _entries(tile, sizes: Sizes) -> jax.Array:
-    """[rows, 128] the entries that a tile's scores are of."""
-    lane = lax.broadcasted_iota(jnp.int32, (sizes.rows, LANES), 1)
-    if sizes.block == 1:
-        lane += LANES * lax.broadcasted_iota(jnp.int32, (sizes.rows, LANES), 0)
-    return tile * sizes.tile + lane
 
 
 class _Best:
@@ -250,7 +263,7 @@ class _Best:
         def body(chunk, total):
             for n in range(tiles):
                 number = chunk * tiles + n
-                total += test(self.scores[number], _entries(number, self.sizes)).astype(jnp.int32)
+                total += test(self.scores[number], entries_of(number, self.sizes)).astype(jnp.int32)
             return total
 
         total = lax.fori_loop(0, self.num_chunks, body, jnp.zeros((num, self.sizes.rows, LANES), jnp.int32))
@@ -270,7 +283,7 @@ def _write(out, scores, num_chunks, chosen, sizes: Sizes) -> None:
     def body(chunk, carry):
         for n in range(tiles):
             number = chunk * tiles + n
-            _write_bits(out, number, chosen(scores[number], _entries(number, sizes)))
+            _write_bits(out, number, chosen(scores[number], entries_of(number, sizes)))
         return carry
 
     lax.fori_loop(0, num_chunks, body, 0)
@@ -295,7 +308,7 @@ def _write_indices(out, scores, num_chunks, chosen, sizes: Sizes) -> None:
     def body(n, state):
         total, groups, before, rows = state
         mask = jnp.concatenate(
-            [chosen(scores[n * tiles + m], _entries(n * tiles + m, sizes)) for m in range(tiles)]
+            [chosen(scores[n * tiles + m], entries_of(n * tiles + m, sizes)) for m in range(tiles)]
         ).astype(jnp.bfloat16)  # [groups, entries]
         count = jnp.sum(mask.astype(jnp.float32), axis=1, keepdims=True)
         end = total + jnp.sum(dot(up_to, mask, (((1,), (0,)), ((), ()))), axis=1, keepdims=True)  # [groups, 1]
@@ -325,7 +338,7 @@ def _write_everything(out, visible, sizes: Sizes) -> None:
     out[0] = jnp.zeros(out.shape[1:], jnp.int32)
 
     def body(number, carry):
-        _write_bits(out, number, _entries(number, sizes) < visible)
+        _write_bits(out, number, entries_of(number, sizes) < visible)
         return carry
 
     lax.fori_loop(0, min(-(-sizes.k // LANES), out.shape[1]), body, 0)

@@ -34,6 +34,7 @@ class Sizes(NamedTuple):
     digit: int  # bits that a pass over the scores settles
     max_entries: int
     form: EntryFormat
+    count: int  # devices that share the pages
 
     @property
     def pages(self) -> int:
@@ -54,6 +55,24 @@ class Sizes(NamedTuple):
     def tile(self) -> int:
         """Entries of a tile of scores."""
         return LANES * 8 if self.block == 1 else LANES
+
+
+def _flip(bits: jax.Array) -> jax.Array:
+    """A float's bits as int32 of the floats' order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def floats_of(scores: jax.Array) -> jax.Array:
+    """Scores as float32, -inf for what counts for nothing."""
+    return jnp.where(scores == LOWEST, -jnp.inf, lax.bitcast_convert_type(_flip(scores), jnp.float32))
+
+
+def entries_of(tile, sizes: Sizes) -> jax.Array:
+    """[rows, 128] the entries that a tile's scores are of."""
+    lane = lax.broadcasted_iota(jnp.int32, (sizes.rows, LANES), 1)
+    if sizes.block == 1:
+        lane += LANES * lax.broadcasted_iota(jnp.int32, (sizes.rows, LANES), 0)
+    return tile * sizes.tile + lane
 
 
 class Scores:
@@ -92,8 +111,7 @@ class Scores:
                 if scale is not None:
                     part *= scale[:, own]
                 part = jnp.where(part == 0, 0.0, part)  # -0 and 0 are a tie
-                bits = lax.bitcast_convert_type(part, jnp.int32)
-                bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+                bits = _flip(lax.bitcast_convert_type(part, jnp.int32))
                 bits = jnp.where(run * LANES + lane < self.visible, bits, LOWEST)
                 if block == 1:
                     self.scores[lax.div(run, 8), m % 8 : m % 8 + 1] = bits
@@ -102,6 +120,16 @@ class Scores:
             return carry
 
         lax.fori_loop(0, self.sizes.chunk // piece, score, 0)
+
+    def fill(self, num_chunks: jax.Array, tiles: int) -> None:
+        """The tiles of what was not scored: where nothing was, all that is visible is chosen, with the same score."""
+        same = jnp.where(num_chunks == 0, 0, LOWEST)
+
+        def body(tile, carry):
+            self.scores[tile] = jnp.where(entries_of(tile, self.sizes) < self.visible, same, LOWEST)
+            return carry
+
+        lax.fori_loop(num_chunks * (self.sizes.chunk // self.sizes.tile), tiles, body, 0)
 
     def _keys(self, buffers: list[Any], first: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
         """Of a piece, whose first page in the chunk is `first`: keys [piece, d], and what the scores are multiplied by,

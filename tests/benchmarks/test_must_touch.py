@@ -40,7 +40,7 @@ def must_touch(case: Case, target: Target) -> int:
         entries = arrays["table"].shape[1] * pool.entries_per_page
         chosen = {8192: 512, 32768: 1024}[entries]
         results = chosen * 4 if block == 1 else block * entries // 8  # indices, or a bit a query
-        if target.platform == "gpu" and block > 1:
+        if target.platform == "gpu":
             results += 2 * block * entries * 4  # scores, from the kernel that reads keys to the one that selects
         return total + arrays["weights"].size * 4 + blocks * (entries * KEY[pool.format.name] + results)
     form = arrays["window_pool"].format.name

@@ -28,6 +28,8 @@ REPRESENTATIVE = (
     "csa_attention flash/8 prefill int8",
     "indexer_topk flash decode bfloat16",
     "indexer_topk flash prefill bfloat16",
+    "indexer_topk flash prefill fp8",
+    "indexer_topk flash decode fp4",
     "cache_write flash window decode fp8",
     "cache_write flash csa prefill int8",
     "cache_write flash index_key decode fp4",

@@ -5,6 +5,7 @@ Nothing runs. Needs JAX 0.12 and its CUDA packages; without those these are left
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -36,12 +37,15 @@ def _check(cases: list[Compiled], architecture: str) -> None:
 
 def _kept_bytes(name: str) -> int:
     """What a program may keep beside its inputs and results; pools, weights and streams are larger."""
+    arrays = {case.name: case for case in all_cases.cases()}[name].arrays
     if name.startswith("grouped_matmul"):  # the result with even and odd columns apart, and FP4's rows so
-        arrays = {case.name: case for case in all_cases.cases()}[name].arrays
         (rows, k), n = arrays["x"].shape, arrays["weights"].shape[2]
         return rows * (2 * k + 4 * n)
-    # Of the smallest pool: queries padded to 16 rows, masks packed to bits. The indexer keeps scores.
-    return 2 * 20 * 1000 * 16 * 512 // 50 + (32 << 20 if name.startswith("indexer_topk") else 0)
+    kept = 2 * 20 * 1000 * 16 * 512 // 50  # of the smallest pool: queries padded to 16 rows, masks packed to bits
+    if name.startswith("indexer_topk"):  # scores; queries in the order, for fp4 first in the basis, of quantised keys
+        turned = {"bfloat16": 0, "fp4": 2}.get(arrays["pool"].format.name, 1)
+        kept += (32 << 20) + 2 * turned * math.prod(arrays["q"].shape)
+    return kept
 
 
 @pytest.mark.slow

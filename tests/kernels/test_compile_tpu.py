@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from dsjax import aot
 from pallas_kernels import all_cases
 from pallas_kernels.case import Case, array
+from pallas_kernels.indexer_topk import cases as indexer_cases
 from pallas_kernels.target import Target
 
 GENERATIONS = [name for name, target in aot.CHIPS.items() if target.platform == "tpu"]
@@ -23,7 +24,7 @@ V6E = Target("tpu", "v6e")  # tiled as any
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 CASES = all_cases.cases()
 ATTENTION = [case for case in CASES if "window_pool" in case.arrays]
-INDEXER = [case for case in CASES if case.name.startswith("indexer_topk")]
+INDEXER = [*indexer_cases.cases(), *indexer_cases.cases(formats=("float32",))]
 WRITERS = [case for case in CASES if case.updated]
 OTHERS = [case for case in CASES if not case.updated and not any("pool" in name for name in case.arrays)]
 

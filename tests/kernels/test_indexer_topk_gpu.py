@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from benchmarks.kernel_cost import kernels
 from pallas_kernels.blocks import Pages
-from pallas_kernels.indexer_topk import cases, gpu
+from pallas_kernels.indexer_topk import cases, gpu, gpu_scores
 from pallas_kernels.pool import Pool
 from pallas_kernels.target import CPU, Target
 from tests.kernels.index_keys import World
@@ -29,6 +29,20 @@ CONTEXTS = [130, 150, 5]
 @pytest.mark.parametrize(("block", "k", "form"), [(1, 20, "float32"), (2, 19, "bfloat16")])
 def test_chooses_what_the_jnp_path_does(block, k, form):
     World(block, CONTEXTS, form=form, **SMALL).check(k, GPU)
+
+
+@NEEDS_KERNELS
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "block"), [("int8", 1), ("fp8", 2), ("fp4", 1), ("fp4", 2)])
+def test_quantised_keys(form, block):
+    World(block, CONTEXTS, form=form, **SMALL | {"epp": 32}).check(19, GPU)
+
+
+@NEEDS_KERNELS
+@pytest.mark.slow
+def test_fp4_keys_of_full_width():
+    """Whose queries, turned into the keys' basis, are no integers: no scores are equal."""
+    World(1, CONTEXTS, form="fp4", ties=False, **SMALL | {"epp": 64, "width": 128}).check(19, GPU)
 
 
 @NEEDS_KERNELS
@@ -76,12 +90,14 @@ def test_bits_become_indices():
 def test_the_path_is_chosen_from_shapes_and_target():
     def supports(target: Target, q_shape=(4, 1, 64, 128), dtype: Any = jnp.bfloat16, epp: int = 64) -> bool:
         pool = Pool.plain(jnp.zeros((2, epp, q_shape[3]), dtype))
-        return gpu.supports(jnp.zeros(q_shape, dtype), Pages(pool, jnp.zeros((4, 1), jnp.int32), 0, 2), target)
+        return gpu_scores.supports(jnp.zeros(q_shape, dtype), Pages(pool, jnp.zeros((4, 1), jnp.int32), 0, 2), target)
 
     assert supports(H100) is supports(H100, epp=16) is supports(H100, epp=128) is H100.has_gpu_kernels
     assert not supports(CPU) and not supports(Target("tpu", "v6e")) and not supports(Target("gpu"))
     assert not supports(H100, dtype=jnp.float32) and not supports(H100, q_shape=(4, 1, 48, 128))
     assert not supports(H100, q_shape=(4, 1, 64, 96)) and not supports(H100, epp=48)
+    fp8 = World(1, [5], places=1, form="fp8", width=128, heads=16, epp=16)
+    assert not gpu_scores.supports(fp8.q.astype(jnp.bfloat16), fp8.pages, H100)  # side words of a page are half a line
 
 
 @NEEDS_KERNELS

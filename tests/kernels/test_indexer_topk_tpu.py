@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from benchmarks.kernel_cost import kernels
 from pallas_kernels.indexer_topk import cases, indexer_topk
 from pallas_kernels.indexer_topk.tpu_scores import decode_fp4
-from pallas_kernels.target import Target
+from pallas_kernels.pool import Pool
+from pallas_kernels.target import CPU, Target
 from tests.kernels import tpu_races
 from tests.kernels.index_keys import World
 
@@ -38,6 +40,32 @@ def test_fp4_keys(block):
     """Where widths are a tile, queries turned into the keys' basis are no integers any more, and there are no ties."""
     World(block, [1200, 130, 5, 300], places=150, form="fp4", width=64).check(129, TPU)
     World(block, [1200, 130, 5, 300], places=150, form="fp4", width=128, tiled=True, ties=False).check(129, TPU)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [1, 4])
+def test_two_devices_share_the_pages(block):
+    """Every other entry of a page is on each; all of 130 tokens are chosen, and of 5."""
+    world = World(block, [1200, 130, 5, 300], places=75, epp=16)
+    halves = jnp.stack([world.pages.pool.values[:, i::2] for i in range(2)])
+    mesh = jax.make_mesh((2,), ("kv",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def choose(target: Target) -> np.ndarray:
+        def here(halves: jax.Array) -> jax.Array:
+            pages = world.pages._replace(pool=Pool.plain(halves[0]), axis="kv")
+            return indexer_topk(world.q, world.weights, world.blocks, pages, ratio=1, k=130, target=target)[None]
+
+        spec = PartitionSpec("kv")
+        return np.asarray(
+            jax.jit(jax.shard_map(here, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(halves)
+        )
+
+    want, got = choose(CPU), choose(TPU)
+    if block == 1:  # in any order
+        want, got = np.sort(want, axis=2), np.sort(got, axis=2)
+    np.testing.assert_array_equal(got, want)
+    if block > 1:
+        np.testing.assert_array_equal(np.stack(got, axis=-1).reshape(5, block, -1), world.choose(130, CPU))
 
 
 def test_tiled_fp4_keys_are_decoded_exactly():
