@@ -42,6 +42,7 @@ def _main(argv: Sequence[str]) -> int:
         "target", None, "v6e:4x4, v5p:2x2x2, tpu7x:2x2x1 or h100:8; repeatable; default all", flag_values=values
     )
     flags.DEFINE_string("model", "deepseek-v4-flash", f"one of {', '.join(MODELS)}", flag_values=values)
+    flags.DEFINE_string("kv_cache_dtype", "auto", "as of dsjax-serve", flag_values=values)
     flags.DEFINE_integer("num_layers", 0, "only the first layers; 0 is all", lower_bound=0, flag_values=values)
     flags.DEFINE_integer("max_num_seqs", 64, "rows of a data shard's decode step", flag_values=values)
     flags.DEFINE_integer("max_num_batched_tokens", 2048, "tokens of its prefill step", flag_values=values)
@@ -79,7 +80,7 @@ def _main(argv: Sequence[str]) -> int:
     return 0
 
 
-_SETTINGS = "model kernels num_layers max_num_seqs max_num_batched_tokens max_model_len cache_memory_bytes".split()
+_SETTINGS = "model kernels num_layers kv_cache_dtype max_num_seqs max_num_batched_tokens max_model_len cache_memory_bytes".split()
 
 
 def _in_processes(names: list[str], values: flags.FlagValues) -> list[dict[str, Any]]:
@@ -118,7 +119,7 @@ def _compile(name: str, values: flags.FlagValues) -> list[dict[str, Any]]:
         model,
         None,
         devices=aot.devices(target),
-        cache=CacheConfig(cache_memory_bytes=values.cache_memory_bytes),
+        cache=CacheConfig(cache_memory_bytes=values.cache_memory_bytes, kv_cache_dtype=values.kv_cache_dtype),
         scheduler=SchedulerConfig(
             max_num_seqs=values.max_num_seqs,
             max_num_batched_tokens=values.max_num_batched_tokens,
