@@ -80,7 +80,10 @@ def _main(argv: Sequence[str]) -> int:
     return 0
 
 
-_SETTINGS = "model kernels num_layers kv_cache_dtype max_num_seqs max_num_batched_tokens max_model_len cache_memory_bytes".split()
+_SETTINGS = [
+    *"model kernels num_layers kv_cache_dtype max_num_seqs max_num_batched_tokens".split(),
+    *"max_model_len cache_memory_bytes".split(),
+]
 
 
 def _in_processes(names: list[str], values: flags.FlagValues) -> list[dict[str, Any]]:

@@ -75,7 +75,8 @@ def _tpu(topology: str, num_devices: int, memory_gib: int) -> Target:
 
 
 TARGETS = {
-    # Memory of a chip: cloud.google.com/tpu/docs/v5e (16 GB), /v6e (32 GB), /v5p (95 GB), /tpu7x (192 GB, of two devices).
+    # Memory of a chip: cloud.google.com/tpu/docs/v5e (16 GB), /v6e (32 GB), /v5p (95 GB), /tpu7x (192 GB, of two
+    # devices).
     "v5e:4x4": _tpu("v5e:4x4", 16, 16),
     "v6e:4x4": _tpu("v6e:4x4", 16, 32),
     "v5p:2x2x2": _tpu("v5p:2x2x2", 8, 95),
