@@ -25,11 +25,19 @@ slow = pytest.mark.slow  # a minute of compiling
 ROUNDS = 8  # more do not take longer; temporaries are much the same for any number
 
 
+def _need_libtpu() -> None:
+    if importlib.util.find_spec("libtpu") is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("libtpu is not installed")
+
+
+def _marked(generation: str, *in_ci: str):
+    return pytest.param(generation, marks=slow if generation in in_ci else pytest.mark.matrix)
+
+
 @pytest.fixture(scope="module")
 def compiled(compiled_anew):
     """Eight rounds of a CSA and an HCA layer, as wide as Flash but for the vocabulary, on 4 x 4 devices of v6e."""
-    if importlib.util.find_spec("libtpu") is None:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("libtpu is not installed")
+    _need_libtpu()
     flash = MODELS["deepseek-v4-flash"]()
     model = dataclasses.replace(
         flash, layer_kinds=(LayerKind.CSA, LayerKind.HCA) * ROUNDS, num_hash_layers=0, vocab_size=2048
@@ -90,6 +98,34 @@ def test_what_a_layer_sends(compiled):
     hca = Counter(experts) + Counter(attention) + Counter(outputs)
     csa = hca + Counter({"all-gather": 2})  # indexer queries, candidates
     assert sent == {"repeated0": csa, "repeated1": hca}
+
+
+@pytest.mark.parametrize("generation", [_marked(name, "v5e") for name in ("v5e", "v5p", "v6e", "tpu7x")])
+def test_a_slice_of_flash_runs_the_kernels_of_each_generation(generation, compiled_anew):
+    """Four layers of every kind with Flash's widths on the chips of a host; FP8 entries and FP4 index keys."""
+    _need_libtpu()
+    flash = MODELS["deepseek-v4-flash"]()
+    kinds = (LayerKind.SLIDING, LayerKind.CSA, LayerKind.HCA, LayerKind.CSA)
+    model = dataclasses.replace(flash, layer_kinds=kinds, num_hash_layers=1, vocab_size=2048)
+    devices = aot.devices(aot.CHIPS[generation])
+    runner, _ = make_runner(
+        model,
+        None,
+        devices=devices,
+        cache=CacheConfig(kv_cache_dtype="fp8_fp4", cache_memory_bytes=2 << 30),
+        scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=64, max_model_len=32768),
+        parallel=ParallelConfig.of(f"model:{len(devices)}"),
+    )
+    report, program = aot.compile_step(runner, runner.buckets.decode[-1])
+    assert program is not None, report.error
+    calls = re.findall(
+        r'custom_call_target="tpu_custom_call".*?op_name="[^"]*/(layer\d)/(\w+)/pallas_call"', program.as_text()
+    )
+    every = Counter(cache_write=1, paged_attention=1, mhc_read=2, mhc_write=2, grouped_matmul=2)
+    hca = every + Counter(cache_write=1, compress=1)
+    csa = every + Counter(cache_write=2, compress=2, indexer_topk=1)
+    found = {layer: Counter(name for at, name in calls if at == layer) for layer, _ in calls}
+    assert found == {"layer0": every, "layer1": csa, "layer2": hca, "layer3": csa}
 
 
 def test_an_unknown_topology_names_what_is_missing():
