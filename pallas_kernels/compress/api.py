@@ -60,7 +60,8 @@ def compress(
 ) -> tuple[jax.Array, jax.Array]:
     """Entries [NP, width] in `dtype` (meaningful where complete), and the states with the rows' updated.
 
-    On a GPU it is the jnp path. Raises ValueError for shapes that do not fit.
+    On a GPU it is the jnp path: XLA makes four launches of a decode step's and updates the states in place, so that a
+    kernel would have little to save. Raises ValueError for shapes that do not fit.
     """
     channels = values.shape[1]
     width = channels // 2 if overlap else channels

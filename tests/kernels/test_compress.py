@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels.cache_write import NOWHERE
 from pallas_kernels.compress import Finish, Pieces, compress, finish
 from pallas_kernels.target import CPU, Target
+from tests.kernels import tpu_races
 
 TPU = Target("tpu", "v6e", interpret=True)
 WIDTH, SLOTS = 128, 5
@@ -140,6 +141,27 @@ def _check_cuts(cuts, ratio, overlap, target, lengths=(30, 35), total=72):
         # sums of up to 256 terms, merged in another order; entries are of order 1
         np.testing.assert_allclose(np.array([got[r][w] for w in range(len(want))]), want, atol=2e-5)
     assert np.isnan(states[np.array([0, 2, 4])]).all()  # of no row
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_no_races(decode):
+    rows = [(5, 1), (8, 1)] if decode else [(5, 4), (8, 7)]
+    num = 3 if decode else 16
+    rng = np.random.default_rng(0)
+    values, logits = rng.normal(size=(2, num, 2 * WIDTH)).astype(np.float32)
+    states = jnp.asarray(rng.normal(size=(SLOTS, 6 * WIDTH)), jnp.float32)
+    pieces = _pieces(rows, 4, num, decode)
+    slots, positions = jnp.array([*SLOT, NOWHERE]), jnp.array([5, 8, 0])
+
+    def call(target, *arrays):
+        return _step(*arrays, ratio=4, overlap=True, target=target)
+
+    arrays = values, logits, pieces, states, slots, positions
+    got, want = tpu_races.run(call, *arrays), call(CPU, *arrays)
+    complete = np.asarray(pieces.complete)
+    assert complete.sum() == (0 if decode else 2)
+    np.testing.assert_allclose(got[0][complete], np.asarray(want[0])[complete], atol=1e-5)
+    np.testing.assert_allclose(got[1], want[1], atol=1e-5)
 
 
 def test_shapes_are_checked():
