@@ -229,8 +229,8 @@ def _encode_fp4(x: jax.Array, form: EntryFormat) -> tuple[jax.Array, jax.Array]:
     x = x * jnp.repeat(_power(-exponent), FP4_GROUP, axis=1)
     size = jnp.abs(x)
     # To the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6; half way to the even code.
-    code = sum((size > t).astype(jnp.uint8) for t in (0.25, 1.25, 2.5, 5.0))
-    code = code + sum((size >= t).astype(jnp.uint8) for t in (0.75, 1.75, 3.5))
+    above = [size > t for t in (0.25, 1.25, 2.5, 5.0)] + [size >= t for t in (0.75, 1.75, 3.5)]
+    code = jnp.sum(jnp.stack(above), axis=0, dtype=jnp.uint8)
     code = code | (jnp.signbit(x).astype(jnp.uint8) << 3)
     return code[:, :half] | (code[:, half:] << 4), _join_bytes(_in_fours((exponent + 127).astype(jnp.uint32)))
 
