@@ -174,7 +174,7 @@ def encode(entries: jax.Array, form: EntryFormat) -> tuple[jax.Array, jax.Array 
     if form.name == "int8":
         scales = jax.lax.bitcast_convert_type(scale, jnp.uint32)
     else:
-        scales = _join_bytes(_in_fours((exponent + 127).astype(jnp.uint32)))
+        scales = _join_bytes(_in_fours(_biased(exponent)))
     side = jnp.concatenate([low, scales], axis=1)
     return values, jnp.pad(side, ((0, 0), (0, form.side_words - side.shape[1])))
 
@@ -232,7 +232,7 @@ def _encode_fp4(x: jax.Array, form: EntryFormat) -> tuple[jax.Array, jax.Array]:
     above = [size > t for t in (0.25, 1.25, 2.5, 5.0)] + [size >= t for t in (0.75, 1.75, 3.5)]
     code = jnp.sum(jnp.stack(above), axis=0, dtype=jnp.uint8)
     code = code | (jnp.signbit(x).astype(jnp.uint8) << 3)
-    return code[:, :half] | (code[:, half:] << 4), _join_bytes(_in_fours((exponent + 127).astype(jnp.uint32)))
+    return code[:, :half] | (code[:, half:] << 4), _join_bytes(_in_fours(_biased(exponent)))
 
 
 def _group_max(x: jax.Array, groups: int, size: int) -> jax.Array:
@@ -250,7 +250,12 @@ def _scale_exponent(most: jax.Array, exponent: int, mantissa: int) -> jax.Array:
 
 def _power(exponent: jax.Array) -> jax.Array:
     """2**exponent of int32, float32, for -126 <= exponent <= 127."""
-    return jax.lax.bitcast_convert_type((exponent + 127).astype(jnp.uint32) << 23, jnp.float32)
+    return jax.lax.bitcast_convert_type(_biased(exponent) << 23, jnp.float32)
+
+
+def _biased(exponent: jax.Array) -> jax.Array:
+    """As E8M0 and float32 keep it."""
+    return (exponent + 127).astype(jnp.uint32)
 
 
 def _in_fours(x: jax.Array) -> jax.Array:
