@@ -129,6 +129,6 @@ def test_a_slice_of_flash_runs_the_kernels_of_each_generation(generation, compil
 
 
 def test_an_unknown_topology_names_what_is_missing():
-    target = aot.Target(platform="no_such", topology="1x1", num_devices=1, memory_bytes=1)
-    with pytest.raises(ConfigError, match="target 1x1 needs the packages"):
+    target = aot.Target(platform="tpu", topology="no_such:1x1", num_devices=1, memory_bytes=1)
+    with pytest.raises(ConfigError, match="target no_such:1x1 needs the packages libtpu"):
         aot.devices(target)

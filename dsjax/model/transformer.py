@@ -108,9 +108,13 @@ class Embed(nnx.Module):
         return collectives.psum(jnp.where(here[..., None], table.at[row].get(mode="clip"), 0), SHARD)
 
     def as_streams(self, token_ids: jax.Array) -> jax.Array:
-        """[T] -> [S, T, D], every stream a copy."""
+        """[T] -> [S, T, D], every stream a copy.
+
+        Behind a barrier: seeing that the streams are one array, XLA's CPU hands their sum of squares to YNNPACK in a
+        form that adds in another order now and then, and last bits decide near-ties.
+        """
         x = self(token_ids)
-        return jnp.broadcast_to(x, (self.streams, *x.shape))
+        return jax.lax.optimization_barrier(jnp.broadcast_to(x, (self.streams, *x.shape)))
 
 
 class Transformer(nnx.Module):

@@ -59,7 +59,7 @@ def test_the_mesh_is_the_flags_or_one_for_the_devices():
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--target=v4:2x2", "target='v4:2x2' must be one of v6e:4x4, v5p:2x2x2, tpu7x:2x2x1, h100:8"),
+        ("--target=v4:2x2", "target='v4:2x2' must be one of v5e:4x4, v6e:4x4, v5p:2x2x2, tpu7x:2x2x1, h100:8"),
         ("--model=gpt", "model='gpt' must be one of deepseek-v4-flash"),
         ("--step=train", "step='train' must be decode or prefill"),
     ],
