@@ -30,25 +30,15 @@ WRITERS = [case for case in CASES if case.updated]
 OTHERS = [case for case in CASES if not case.updated and not any("pool" in name for name in case.arrays)]
 
 
-def pairs(cases: list[Case]):
-    """Every case with every generation; CI, whose time is short, takes every other pair, the rest are `-m matrix`."""
-    return [
-        pytest.param(
-            case, name, id=f"{name}-{case.name}", marks=pytest.mark.matrix if (i + j) % 2 else pytest.mark.slow
-        )
-        for i, case in enumerate(cases)
-        for j, name in enumerate(GENERATIONS)
-    ]
-
-
-def samples(cases: list[Case]):
-    """As `pairs`, for what has many forms: CI takes the cases of one model, each with one generation in turn."""
+def samples(cases: list[Case], in_ci: str = ""):
+    """Every case with every generation; CI, whose time is short, takes each case with `in_ci` in its name with one
+    generation in turn, the rest are `-m matrix`."""
     return [
         pytest.param(
             case,
             name,
             id=f"{name}-{case.name}",
-            marks=pytest.mark.slow if " flash " in case.name and i % len(GENERATIONS) == j else pytest.mark.matrix,
+            marks=pytest.mark.slow if in_ci in case.name and i % len(GENERATIONS) == j else pytest.mark.matrix,
         )
         for i, case in enumerate(cases)
         for j, name in enumerate(GENERATIONS)
@@ -120,7 +110,7 @@ def in_a_loop_over_layers(case: Case) -> Case:
     return dataclasses.replace(case, call=call)
 
 
-@pytest.mark.parametrize(("case", "generation"), samples(WRITERS))
+@pytest.mark.parametrize(("case", "generation"), samples(WRITERS, in_ci=" flash "))
 def test_what_is_written_is_not_copied(case, generation):
     compiled = compile_case(in_a_loop_over_layers(case), generation)
     given = jax.tree.leaves(case.inputs(V6E)[case.updated])
@@ -130,7 +120,7 @@ def test_what_is_written_is_not_copied(case, generation):
     assert memory.temp_size_in_bytes < 3 << 20  # what is known of a prompt's tokens and angles of its windows
 
 
-@pytest.mark.parametrize(("case", "generation"), pairs(OTHERS))
+@pytest.mark.parametrize(("case", "generation"), samples(OTHERS))
 def test_the_other_kernels_compile(case, generation):
     compile_case(case, generation)
 
