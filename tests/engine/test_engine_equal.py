@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from dsjax.cache.spec import EntryKind
-from tests.fakes import assert_idle, default_parallel, drain, preempt, request, tokens_of
+from tests.fakes import assert_idle, drain, preempt, request, tokens_of
 from tests.tiny_model import random_prompt, solo, tiny_config, tiny_engine
 
 NO_CACHE = {"enable_prefix_caching": False}
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 15, 16, 17, 23, 24, 25, 31, 32, 33, 40, 41)
 NUM_OUTPUT = 10
-ATOL = 1e-4 if default_parallel().num_devices == 1 else 2e-4  # parts on several devices add up in another order
+ATOL = 2e-4  # as for the golden data: chunks, and parts on several devices, add up in another order
 
 
 def prompts(num: int) -> dict[str, list[int]]:
