@@ -15,12 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import scales
 from pallas_kernels.dequantize import e2m1_sixty_fourth
 from pallas_kernels.entry_format import FP4_GROUP, FP8_GROUP, LANES, PLAIN, EntryFormat
-
-_FP8_FLOOR = 1e-4  # the release's least magnitude of a group, so that its scale is never less than 2**-22
-_FP4_FLOOR = 6 * 2.0**-126
-_INT8_FLOOR = 1e-30  # below it an entry counts as zero
 
 
 @jax.tree_util.register_dataclass
@@ -157,25 +154,22 @@ def encode(entries: jax.Array, form: EntryFormat) -> tuple[jax.Array, jax.Array 
     numbers, groups = x[:, : form.num_codes], form.num_groups
     if form.name == "int8":
         most = jnp.max(jnp.abs(numbers), axis=1, keepdims=True)
-        scale = jnp.where(most < _INT8_FLOOR, 1.0, most / 127)
+        scale = scales.int8_scale(most)
         codes = jnp.clip(jnp.round(numbers / scale), -127, 127).astype(jnp.int8)
     else:
         size = FP8_GROUP if form.rope else form.width
-        exponent = _scale_exponent(jnp.maximum(_group_max(numbers, groups, size), _FP8_FLOOR), 8, 0x600000)
-        per_code = jnp.repeat(_power(-exponent), size, axis=1)[:, : form.num_codes]
+        byte = scales.scale_byte(_group_max(numbers, groups, size), scales.FP8)
+        per_code = jnp.repeat(scales.inverse(byte), size, axis=1)[:, : form.num_codes]
         codes = (numbers * per_code).astype(jnp.float8_e4m3fn)
-        scale = _power(exponent)
+        scale = scales.value(byte)
     codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
     if not form.rope:
         return codes, jax.lax.bitcast_convert_type(scale, jnp.uint32)
     bits = jax.lax.bitcast_convert_type(entries[:, form.num_codes :].astype(jnp.bfloat16), jnp.uint16)
     values = jnp.concatenate([codes, (bits >> 8).astype(jnp.uint8)], axis=1)
     low = _to_words(bits & 255)
-    if form.name == "int8":
-        scales = jax.lax.bitcast_convert_type(scale, jnp.uint32)
-    else:
-        scales = _join_bytes(_in_fours(_biased(exponent)))
-    side = jnp.concatenate([low, scales], axis=1)
+    words = jax.lax.bitcast_convert_type(scale, jnp.uint32) if form.name == "int8" else _join_bytes(_in_fours(byte))
+    side = jnp.concatenate([low, words], axis=1)
     return values, jnp.pad(side, ((0, 0), (0, form.side_words - side.shape[1])))
 
 
@@ -183,17 +177,17 @@ def decode(values: jax.Array, side: jax.Array, form: EntryFormat, dtype: jnp.dty
     """values [..., n] and side words [..., words] of a quantised format -> entries [..., width]."""
     if form.name == "fp4":
         codes = jnp.concatenate([values & 15, values >> 4], axis=-1)
-        exponents = _split_bytes(side)[..., : form.num_groups].astype(jnp.int32) - 127
+        groups = _split_bytes(side)[..., : form.num_groups]
         numbers = e2m1_sixty_fourth(codes).astype(jnp.float32)
-        return (numbers * 64 * jnp.repeat(_power(exponents), FP4_GROUP, axis=-1)).astype(dtype)
+        return (numbers * 64 * jnp.repeat(scales.value(groups), FP4_GROUP, axis=-1)).astype(dtype)
     codes, n = values[..., : form.num_codes], form.rope // 4
     if form.name == "int8":
         numbers = jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
     else:
         numbers = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     if form.name == "fp8" and form.rope:
-        exponents = _split_bytes(side[..., n:])[..., : form.num_groups].astype(jnp.int32) - 127
-        scale = jnp.repeat(_power(exponents), FP8_GROUP, axis=-1)[..., : form.num_codes]
+        groups = _split_bytes(side[..., n:])[..., : form.num_groups]
+        scale = jnp.repeat(scales.value(groups), FP8_GROUP, axis=-1)[..., : form.num_codes]
     else:
         scale = jax.lax.bitcast_convert_type(side[..., n : n + 1], jnp.float32)
     numbers = (numbers * scale).astype(dtype)
@@ -225,37 +219,20 @@ def hadamard(width: int) -> np.ndarray:
 
 def _encode_fp4(x: jax.Array, form: EntryFormat) -> tuple[jax.Array, jax.Array]:
     groups, half = form.num_groups, form.width // 2
-    exponent = _scale_exponent(jnp.maximum(_group_max(x, groups, FP4_GROUP), _FP4_FLOOR), 2, 0x400000)
-    x = x * jnp.repeat(_power(-exponent), FP4_GROUP, axis=1)
+    byte = scales.scale_byte(_group_max(x, groups, FP4_GROUP), scales.FP4)
+    x = x * jnp.repeat(scales.inverse(byte), FP4_GROUP, axis=1)
     size = jnp.abs(x)
     # To the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6; half way to the even code.
     above = [size > t for t in (0.25, 1.25, 2.5, 5.0)] + [size >= t for t in (0.75, 1.75, 3.5)]
     code = jnp.sum(jnp.stack(above), axis=0, dtype=jnp.uint8)
     code = code | (jnp.signbit(x).astype(jnp.uint8) << 3)
-    return code[:, :half] | (code[:, half:] << 4), _join_bytes(_in_fours(_biased(exponent)))
+    return code[:, :half] | (code[:, half:] << 4), _join_bytes(_in_fours(byte))
 
 
 def _group_max(x: jax.Array, groups: int, size: int) -> jax.Array:
     """[T, n] -> [T, groups] the largest magnitudes of `size` channels each."""
     x = jnp.pad(jnp.abs(x), ((0, 0), (0, groups * size - x.shape[1])))
     return jnp.max(x.reshape(-1, groups, size), axis=2)
-
-
-def _scale_exponent(most: jax.Array, exponent: int, mantissa: int) -> jax.Array:
-    """The least e with most / 2**e <= limit, where limit has that exponent and mantissa bits."""
-    bits = jax.lax.bitcast_convert_type(most, jnp.uint32)
-    above = (bits & 0x7FFFFF) > mantissa
-    return (bits >> 23).astype(jnp.int32) - 127 - exponent + above.astype(jnp.int32)
-
-
-def _power(exponent: jax.Array) -> jax.Array:
-    """2**exponent of int32, float32, for -126 <= exponent <= 127."""
-    return jax.lax.bitcast_convert_type(_biased(exponent) << 23, jnp.float32)
-
-
-def _biased(exponent: jax.Array) -> jax.Array:
-    """As E8M0 and float32 keep it."""
-    return (exponent + 127).astype(jnp.uint32)
 
 
 def _in_fours(x: jax.Array) -> jax.Array:

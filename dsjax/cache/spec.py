@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dsjax.config import CacheConfig, LayerKind, ModelConfig, SchedulerConfig
 from dsjax.errors import ConfigError
-from pallas_kernels.entry_format import EntryFormat, Shape
+from pallas_kernels.entry_format import EntryFormat
 
 
 class EntryKind(enum.StrEnum):
@@ -55,16 +55,20 @@ class KindSpec:
     tiled: bool = False
 
     @property
-    def array_shapes(self) -> tuple[Shape, ...]:
-        """Of the arrays of all layers' pages, on each device."""
-        gathered = self.kind is EntryKind.CSA  # read entry by entry
-        pages = self.format.page_shapes(self.entries_per_page // self.num_parts, self.tiled, gathered)
-        return tuple(((self.num_layers * self.num_pages, *page), dtype) for page, dtype in pages)
+    def local_entries(self) -> int:
+        """Entries of a page on each device."""
+        return self.entries_per_page // self.num_parts
+
+    @property
+    def gathered(self) -> bool:
+        """Whether it is read entry by entry."""
+        return self.kind is EntryKind.CSA
 
     @property
     def page_bytes(self) -> int:
         """Of a page in all layers, on each device."""
-        return sum(math.prod(shape) * _ITEM_BYTES[dtype] for shape, dtype in self.array_shapes) // self.num_pages
+        shapes = self.format.page_shapes(self.local_entries, self.tiled, self.gathered)
+        return self.num_layers * sum(math.prod(shape) * _ITEM_BYTES[dtype] for shape, dtype in shapes)
 
     def num_entries(self, num_tokens: int) -> int:
         """Entries that the first `num_tokens` tokens complete."""
@@ -196,17 +200,18 @@ def _layouts(
 
     def add(kind: EntryKind, layers: int, ratio: int, entries: int, window: int | None = None) -> None:
         if layers:
+            form = _format(kind, model, cache, dtype)
             found[kind] = KindSpec(
                 kind=kind,
                 num_layers=layers,
-                format=_format(kind, model, cache, dtype),
+                format=form,
                 ratio=ratio,
                 entries_per_page=entries * num_parts,
                 num_pages=1,
                 table_width=1,
                 window=window,
                 num_parts=num_parts,
-                tiled=tiled and _format(kind, model, cache, dtype).can_tile(),
+                tiled=tiled and form.can_tile(),
             )
 
     add(EntryKind.WINDOW, model.num_hidden_layers + num_mtp_layers, 1, block, model.sliding_window)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from dsjax import sharding
 from dsjax.axes import DATA, STAGE
 from dsjax.cache.spec import CacheSpec, EntryKind, KindSpec
 from dsjax.config import LayerKind, ModelConfig
-from pallas_kernels.pool import Pool
+from pallas_kernels.pool import Pool, PoolShape
 
 
 class CacheState(NamedTuple):
@@ -38,16 +38,15 @@ class CacheState(NamedTuple):
         }
 
         def pool(kind_spec: KindSpec) -> Pool:
-            # What a device has, times the devices along the axes that the arrays are split over.
-            arrays: list[Any] = [
-                jax.ShapeDtypeStruct(
-                    (parts * shape[0], kind_spec.num_parts * shape[1], *shape[2:]),
-                    jnp.dtype(dtype),
-                    sharding=mesh and sharding.pools(mesh),
-                )
-                for shape, dtype in kind_spec.array_shapes
-            ]
-            return Pool(arrays[0], arrays[1] if len(arrays) > 1 else None, kind_spec.format, kind_spec.tiled)
+            pages, entries = kind_spec.num_layers * kind_spec.num_pages, kind_spec.local_entries
+            here = PoolShape(kind_spec.format, pages, entries, kind_spec.gathered).abstract(kind_spec.tiled)
+
+            def whole(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+                # What a device has, times the devices along the axes that the arrays are split over.
+                shape = parts * x.shape[0], kind_spec.num_parts * x.shape[1], *x.shape[2:]
+                return jax.ShapeDtypeStruct(shape, x.dtype, sharding=mesh and sharding.pools(mesh))
+
+            return jax.tree.map(whole, here)
 
         pools = {kind: pool(kind_spec) for kind, kind_spec in spec.kinds.items()}
         states = {

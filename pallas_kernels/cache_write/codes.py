@@ -6,12 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-FP8_FLOOR = 1e-4  # as in pallas_kernels.pool
-FP4_FLOOR = 6 * 2.0**-126
-INT8_FLOOR = 1e-30
-FP8_MOST = 8, 0x600000  # 448: its exponent and the bits of its mantissa
-FP4_MOST = 2, 0x400000  # 6
-
 
 def bits(x: jax.Array) -> jax.Array:
     """Of float32, as uint32."""
@@ -46,19 +40,3 @@ def e2m1(x: jax.Array) -> jax.Array:
 def int8(x: jax.Array) -> jax.Array:
     """The nearest integer of float32 within -127 .. 127, in two's complement, as uint32 below 2**8."""
     return (bits(x + 1.5 * 2.0**23)) & 0xFF  # there a float32 has steps of one
-
-
-def int8_scale(most: jax.Array) -> jax.Array:
-    """Of an entry whose largest magnitude is `most`, float32."""
-    return jnp.where(most < INT8_FLOOR, 1.0, most / 127)
-
-
-def scale_byte(most: jax.Array, limit: tuple[int, int]) -> jax.Array:
-    """E8M0 of the least power of two that `most` divides into at most `limit`, as uint32."""
-    exponent, mantissa = limit
-    return ((bits(most) + (0x7FFFFF - mantissa)) >> 23) - exponent
-
-
-def inverse(byte: jax.Array) -> jax.Array:
-    """One over an E8M0 scale, float32."""
-    return lax.bitcast_convert_type((254 - byte) << 23, jnp.float32)

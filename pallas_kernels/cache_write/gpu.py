@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from pallas_kernels import scales
 from pallas_kernels.cache_write import codes
 from pallas_kernels.entry_format import FP4_GROUP, FP8_GROUP, EntryFormat
 from pallas_kernels.pool import Pool, in_key_basis
@@ -137,17 +138,17 @@ def _encode(x, scratch, form: EntryFormat) -> None:
     if not per_group:
         most = functools.reduce(jnp.maximum, [_most(_load(x, c, FP8_GROUP)) for c in groups])
         if form.name == "int8":
-            scale = codes.int8_scale(most)
+            scale = scales.int8_scale(most)
             words.append(codes.bits(scale))
         else:
-            byte = codes.scale_byte(jnp.maximum(most, codes.FP8_FLOOR), codes.FP8_MOST)
-            scale = codes.inverse(byte)
+            byte = scales.scale_byte(most, scales.FP8)
+            scale = scales.inverse(byte)
             words.append(byte << 23)
     for i, c in enumerate(groups):
         here = _load(x, c, FP8_GROUP)
         if per_group:
-            byte = codes.scale_byte(jnp.maximum(_most(here), codes.FP8_FLOOR), codes.FP8_MOST)
-            scale = codes.inverse(byte)
+            byte = scales.scale_byte(_most(here), scales.FP8)
+            scale = scales.inverse(byte)
             if i % 4 == 0:
                 words.append(byte)
             else:
@@ -183,8 +184,8 @@ def _encode_fp4(x, scratch) -> None:
     word, tiles = None, []
     for g in range(4):
         here = _load(x, FP4_GROUP * g, FP4_GROUP)
-        byte = codes.scale_byte(jnp.maximum(_most(here), codes.FP4_FLOOR), codes.FP4_MOST)
-        tiles.append(codes.e2m1(here * _spread(codes.inverse(byte), FP4_GROUP)))
+        byte = scales.scale_byte(_most(here), scales.FP4)
+        tiles.append(codes.e2m1(here * _spread(scales.inverse(byte), FP4_GROUP)))
         word = byte if word is None else word | (byte << (8 * g))
     assert word is not None
     for g in range(2):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import scales
 from pallas_kernels.cache_write import codes
 from pallas_kernels.entry_format import FP4_GROUP, FP8_GROUP, LANES, EntryFormat
 
@@ -32,22 +33,22 @@ def encode(entries: jax.Array, form: EntryFormat) -> tuple[Blocks, jax.Array | N
     if form.rope:
         numbers[-1] = jnp.where(lane < first_rotary, numbers[-1], 0.0)
     if form.name == "int8":
-        scale = codes.int8_scale(functools.reduce(jnp.maximum, [_most(n) for n in numbers]))
+        scale = scales.int8_scale(functools.reduce(jnp.maximum, [_most(n) for n in numbers]))
         values, words = [codes.int8(b / scale) for b in blocks], [codes.bits(scale)]
     elif not form.rope:
-        byte = codes.scale_byte(jnp.maximum(_most(numbers[0]), codes.FP8_FLOOR), codes.FP8_MOST)
-        values, words = [codes.e4m3(blocks[0] * codes.inverse(byte))], [byte << 23]
+        byte = scales.scale_byte(_most(numbers[0]), scales.FP8)
+        values, words = [codes.e4m3(blocks[0] * scales.inverse(byte))], [byte << 23]
     else:
-        values, scales = [], []
+        values, scale_bytes = [], []
         for b, size in zip(blocks, numbers, strict=True):
             inverses = jnp.zeros_like(b)
             for group in range(LANES // FP8_GROUP):
                 here = lane // FP8_GROUP == group
-                byte = codes.scale_byte(jnp.maximum(_most(jnp.where(here, size, 0.0)), codes.FP8_FLOOR), codes.FP8_MOST)
-                inverses = jnp.where(here, codes.inverse(byte), inverses)
-                scales.append(byte)
+                byte = scales.scale_byte(_most(jnp.where(here, size, 0.0)), scales.FP8)
+                inverses = jnp.where(here, scales.inverse(byte), inverses)
+                scale_bytes.append(byte)
             values.append(codes.e4m3(b * inverses))
-        words = _join(scales[: form.num_groups])
+        words = _join(scale_bytes[: form.num_groups])
     if not form.rope:
         return values, jnp.broadcast_to(words[0], blocks[0].shape)
     rotary = codes.bfloat16(blocks[-1])
@@ -64,26 +65,26 @@ def encode(entries: jax.Array, form: EntryFormat) -> tuple[Blocks, jax.Array | N
 
 def _encode_fp4(x: jax.Array) -> tuple[Blocks, jax.Array]:
     group = lax.broadcasted_iota(jnp.int32, x.shape, 1) // FP4_GROUP
-    inverses, scales = jnp.zeros_like(x), []
+    inverses, scale_bytes = jnp.zeros_like(x), []
     for g in range(LANES // FP4_GROUP):
         most = _most(jnp.where(group == g, jnp.abs(x), 0.0))
-        byte = codes.scale_byte(jnp.maximum(most, codes.FP4_FLOOR), codes.FP4_MOST)
-        inverses = jnp.where(group == g, codes.inverse(byte), inverses)
-        scales.append(byte)
+        byte = scales.scale_byte(most, scales.FP4)
+        inverses = jnp.where(group == g, scales.inverse(byte), inverses)
+        scale_bytes.append(byte)
     code = codes.e2m1(x * inverses)
     low = group < LANES // 2 // FP4_GROUP
     other = pltpu.roll(code, LANES // 2, axis=1)
     # Either half of the lanes has all bytes: an entry is in one of them.
-    return [jnp.where(low, code | (other << 4), other | (code << 4))], jnp.broadcast_to(_join(scales)[0], x.shape)
+    return [jnp.where(low, code | (other << 4), other | (code << 4))], jnp.broadcast_to(_join(scale_bytes)[0], x.shape)
 
 
 def _most(sizes: jax.Array) -> jax.Array:
     return jnp.max(sizes, axis=1, keepdims=True)
 
 
-def _join(scales: Blocks) -> Blocks:
+def _join(scale_bytes: Blocks) -> Blocks:
     """Bytes [T, 1] -> words [T, 1], the low byte first."""
-    fours = [scales[i : i + 4] for i in range(0, len(scales), 4)]
+    fours = [scale_bytes[i : i + 4] for i in range(0, len(scale_bytes), 4)]
     return [functools.reduce(jnp.bitwise_or, [byte << (8 * k) for k, byte in enumerate(four)]) for four in fours]
 
 
