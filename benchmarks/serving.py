@@ -94,7 +94,7 @@ class Offline:
 
     def __init__(self):
         from benchmarks import offline
-        from dsjax.config import field_paths
+        from dsjax.config_fields import field_paths
         from dsjax.engine import Engine
         from dsjax.request import SamplingParams
 

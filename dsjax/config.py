@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import math
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from dsjax.config_fields import C, at_least, one_of, override
 from dsjax.errors import ConfigError
+from dsjax.serving_config import FeedbackConfig, OverloadConfig, SchedulerConfig, TierConfig
 from pallas_kernels.entry_format import KEY_FORMATS, LATENT_FORMATS
 
 
@@ -344,35 +344,11 @@ class CacheConfig:
         return key or latent if kind == "index_key" else latent
 
     def __post_init__(self):
-        _at_least(self, 1, "block_size prefix_unit_tokens snapshot_interval_tokens cache_memory_bytes")
-        _at_least(self, 0, "num_snapshots num_gpu_blocks_override")
-        _one_of(self, "kv_cache_dtype", ("auto", *LATENT_FORMATS, "fp8_fp4"))
-        _one_of(self, "window_cache_dtype", ("auto", *LATENT_FORMATS))
-        _one_of(self, "index_cache_dtype", ("auto", *KEY_FORMATS))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """What one step may hold and how many requests may wait.
-
-    `max_num_seqs` and `max_num_batched_tokens` are limits of each data shard, as of each engine of vLLM's data parallel
-    ones: with `data_parallel_size` 4, four times as many requests run. `max_num_waiting` is of the whole engine.
-    """
-
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 256
-    max_model_len: int = 0  # 0 is the model's max_position_embeddings
-    enable_chunked_prefill: bool = True  # off: a prompt enters a step whole, or waits
-    max_num_waiting: int = 1024  # the bounded queue; a full one answers RESOURCE_EXHAUSTED
-
-    def __post_init__(self):
-        _at_least(self, 1, "max_num_seqs max_num_batched_tokens max_num_waiting")
-        _at_least(self, 0, "max_model_len")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
-                f"max_num_seqs={self.max_num_seqs}: every running request adds a token to a step"
-            )
+        at_least(self, 1, "block_size prefix_unit_tokens snapshot_interval_tokens cache_memory_bytes")
+        at_least(self, 0, "num_snapshots num_gpu_blocks_override")
+        one_of(self, "kv_cache_dtype", ("auto", *LATENT_FORMATS, "fp8_fp4"))
+        one_of(self, "window_cache_dtype", ("auto", *LATENT_FORMATS))
+        one_of(self, "index_cache_dtype", ("auto", *KEY_FORMATS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,8 +368,8 @@ class ParallelConfig:
     num_microbatches: int = 0  # parts of a step that are in different stages at a time; 0: pipeline_parallel_size
 
     def __post_init__(self):
-        _at_least(self, 1, "tensor_parallel_size data_parallel_size pipeline_parallel_size kv_parallel")
-        _at_least(self, 0, "num_microbatches")
+        at_least(self, 1, "tensor_parallel_size data_parallel_size pipeline_parallel_size kv_parallel")
+        at_least(self, 0, "num_microbatches")
         if self.tensor_parallel_size % self.kv_parallel:
             raise ConfigError(
                 f"kv_parallel={self.kv_parallel} must divide tensor_parallel_size={self.tensor_parallel_size}: the "
@@ -440,7 +416,7 @@ class DistributedConfig:
     key_file: str = ""  # a secret that all share, without which none can join; "" is for networks that are trusted
 
     def __post_init__(self):
-        _at_least(self, 1, "num_processes")
+        at_least(self, 1, "num_processes")
         if not 0 <= self.process_id < self.num_processes:
             raise ConfigError(f"process_id={self.process_id} must be in [0, num_processes={self.num_processes})")
         if self.num_processes > 1 and not self.coordinator_address:
@@ -456,6 +432,9 @@ class EngineConfig:
     model: str  # checkpoint folder, or "dsjax-nano" for the embedded one
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
+    overload: OverloadConfig = field(default_factory=OverloadConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     weight_format: str = "auto"  # auto (widened on the CPU, else stored), stored (FP8, FP4 and scales), widened (dtype)
@@ -467,55 +446,11 @@ class EngineConfig:
     fail_on_recompile: bool = False
 
     def __post_init__(self):
-        _one_of(self, "dtype", ("auto", "float32", "bfloat16"))
-        _one_of(self, "weight_format", ("auto", "stored", "widened"))
-        _one_of(self, "kernels", ("auto", "jnp"))
+        one_of(self, "dtype", ("auto", "float32", "bfloat16"))
+        one_of(self, "weight_format", ("auto", "stored", "widened"))
+        one_of(self, "kernels", ("auto", "jnp"))
         if not self.model:
             raise ConfigError("model='' must be a checkpoint folder or 'dsjax-nano'")
-
-
-def _at_least(config: object, low: int, names: str) -> None:
-    for name in names.split():
-        if getattr(config, name) < low:
-            raise ConfigError(f"{name}={getattr(config, name)} must be at least {low}")
-
-
-def _one_of(config: object, name: str, allowed: Sequence[str]) -> None:
-    if getattr(config, name) not in allowed:
-        raise ConfigError(f"{name}={getattr(config, name)!r} must be one of {', '.join(allowed)}")
-
-
-def field_paths(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every leaf field of a config as {dotted path: value}, sections in order."""
-    out: dict[str, Any] = {}
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value):
-            out.update(field_paths(value, f"{prefix}{f.name}."))
-        else:
-            out[prefix + f.name] = value
-    return out
-
-
-C = TypeVar("C")
-
-
-def override(config: C, path: str, value: str) -> C:
-    """Returns `config` with the dotted field `path` set to `value`, parsed by the field's type.
-
-    Raises ConfigError for an unknown field or a value of the wrong type.
-    """
-    name, _, rest = path.partition(".")
-    fields = {f.name for f in dataclasses.fields(config)}  # type: ignore[arg-type]
-    if name not in fields:
-        raise ConfigError(f"{path!r} is not a field of {type(config).__name__}: it has {', '.join(sorted(fields))}")
-    current = getattr(config, name)
-    if rest:
-        if not dataclasses.is_dataclass(current):
-            raise ConfigError(f"{name!r} of {type(config).__name__} has no fields, so {path!r} cannot be set")
-        return dataclasses.replace(config, **{name: override(current, rest, value)})  # type: ignore[type-var]
-    kind = typing.get_type_hints(type(config))[name]
-    return dataclasses.replace(config, **{name: _parse(path, kind, value)})  # type: ignore[type-var]
 
 
 def override_all(config: C, changes: Sequence[tuple[str, str]]) -> C:
@@ -553,19 +488,3 @@ def _with_sizes(changes: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
                 raise ConfigError(f"mesh={value!r} and {field_name}={given[full]} differ: give one of them")
             out.append((full, str(size)))
     return out
-
-
-def _parse(path: str, kind: Any, value: str) -> Any:
-    if kind is bool:
-        if value.lower() not in ("true", "false", "1", "0"):
-            raise ConfigError(f"{path}={value!r} must be true or false")
-        return value.lower() in ("true", "1")
-    if kind in (int, float, str):
-        try:
-            parsed = kind(value)
-        except ValueError as error:
-            raise ConfigError(f"{path}={value!r} must be of type {kind.__name__}") from error
-        if isinstance(parsed, float) and not math.isfinite(parsed):
-            raise ConfigError(f"{path}={value!r} must be finite")
-        return parsed
-    raise ConfigError(f"{path} cannot be set from text: it is a {getattr(kind, '__name__', kind)}")

@@ -35,7 +35,8 @@ import jax
 import numpy as np
 
 from dsjax.channel import START_TIMEOUT_S, WARM_UP_S, Channel, Listener, Message, PeerLost, connect, listen
-from dsjax.config import DistributedConfig, EngineConfig, field_paths
+from dsjax.config import DistributedConfig, EngineConfig
+from dsjax.config_fields import field_paths
 from dsjax.errors import ConfigError
 from dsjax.runner.buckets import Bucket
 

@@ -78,7 +78,9 @@ class Engine:
         tokenizer: Tokenizer | None,
         max_model_len: int,
         leader: Leader | None = None,  # of the engine's other processes
+        clock: Callable[[], float] = time.monotonic,  # seconds; a simulation brings its own
     ):
+        self.clock = clock
         self.leader = leader or Leader()
         self.config, self.model_config, self.runner, self.tokenizer = config, model_config, runner, tokenizer
         self.max_model_len = max_model_len
@@ -151,7 +153,9 @@ class Engine:
                 prompt_token_ids=request.prompt_token_ids,
                 params=params,
                 cache_salt=request.cache_salt,
-                arrival_s=request.arrival_s or time.monotonic(),
+                arrival_s=request.arrival_s or self.clock(),
+                priority=request.priority,
+                tenant=request.tenant,
                 deadline_s=request.deadline_s,
                 index=index,
                 sibling=sequences[0].request if sequences else None,
@@ -243,7 +247,7 @@ class Engine:
         if not self._deadlines:
             return []
         events = []
-        for request in self.scheduler.expired(time.monotonic()):
+        for request in self.scheduler.expired(self.clock()):
             sequence = self._by_request[request.request_id]
             state = request.status.value
             self._end(sequence, keep=False)

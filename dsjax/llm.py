@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
-from dsjax.config import MESH_PATH, EngineConfig, field_paths, override_all
+from dsjax.config import MESH_PATH, EngineConfig, override_all
+from dsjax.config_fields import field_paths, flag_name
 from dsjax.engine import Engine
 from dsjax.errors import ConfigError, invalid
 from dsjax.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
@@ -63,7 +64,7 @@ class LLM:
 
     def __init__(self, model: str = "dsjax-nano", *, progress: bool = True, **settings: Any):
         config = EngineConfig(model=model)
-        paths = {path.rpartition(".")[2]: path for path in (*field_paths(config), MESH_PATH)}
+        paths = {flag_name(path): path for path in (*field_paths(config), MESH_PATH)}
         config = override_all(config, [(paths.get(name, name), str(value)) for name, value in settings.items()])
         if config.distributed.num_processes > 1:
             raise ConfigError(f"num_processes={config.distributed.num_processes} needs dsjax-serve: LLM is one process")

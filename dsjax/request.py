@@ -120,6 +120,8 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""
+    priority: int = 0  # lower goes first, as in vLLM; matters to the policies `priority` and `shortest`
+    tenant: str = ""  # whose limits and weight count; "" is the tenant of all who name none
     arrival_s: float = 0.0  # time.monotonic
     deadline_s: float | None = None  # time.monotonic; None is no deadline
     index: int = 0  # which of params.n

@@ -16,7 +16,8 @@ from typing import Any
 from absl import flags
 
 from configs import serving
-from dsjax.config import MESH_PATH, EngineConfig, ParallelConfig, field_paths, override_all
+from dsjax.config import MESH_PATH, EngineConfig, ParallelConfig, override_all
+from dsjax.config_fields import field_paths, flag_name
 from dsjax.errors import ConfigError, RequestError
 from dsjax.request import SamplingParams
 
@@ -111,7 +112,7 @@ def _define_mesh(values: flags.FlagValues) -> None:
 
 def _define_fields(values: flags.FlagValues, config: Any) -> None:
     for path, default in field_paths(config).items():
-        name = path.rpartition(".")[2]
+        name = flag_name(path)
         shown = "" if name == "model" else f" (default: {default!r})"
         text = f"{_HELP.get(name, f'EngineConfig.{path}')}{shown}"
         _define(values, name, type(default), None, text)
@@ -191,7 +192,7 @@ def parallel_config(values: flags.FlagValues) -> ParallelConfig:
 
 def _given(values: flags.FlagValues, config: Any, *more: str) -> list[tuple[str, str]]:
     """(path, value) of the config's fields, and of `more` paths, whose flags were given."""
-    found = ((path, value_of(values, path.rpartition(".")[2])) for path in (*field_paths(config), *more))
+    found = ((path, value_of(values, flag_name(path))) for path in (*field_paths(config), *more))
     return [(path, str(value)) for path, value in found if value is not None]
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,26 +203,45 @@ def fake_engine(
     tokenizer: Any = None,
     seed: int = 0,
     eos_token_ids: tuple[int, ...] = (EOS,),
+    clock: Callable[[], float] = time.monotonic,
+    config: dict[str, Any] | None = None,
     **scheduler: Any,
 ) -> Engine:
     """An engine on a FakeRunner (`engine.runner`), by default of as many data shards as the engine tests' mesh has;
-    keywords are SchedulerConfig's."""
-    config = EngineConfig(
+    keywords are SchedulerConfig's, `config` has other fields of EngineConfig."""
+    engine_config = EngineConfig(
         model="fake",
         cache=CacheConfig(**{**SMALL_CACHE, **(cache or {})}),
         scheduler=SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 32, **scheduler}),
         seed=seed,
+        **(config or {}),
     )
     model = dataclasses.replace(model_config(), vocab_size=VOCAB, eos_token_ids=eos_token_ids)
     runner: Any = FakeRunner(
-        small_spec(model, config, max_model_len, num_pages),
-        config.scheduler.max_num_batched_tokens,
+        small_spec(model, engine_config, max_model_len, num_pages),
+        engine_config.scheduler.max_num_batched_tokens,
         num_shards or default_parallel().data_parallel_size,
     )
-    return Engine(config=config, model_config=model, runner=runner, tokenizer=tokenizer, max_model_len=max_model_len)
+    return Engine(
+        config=engine_config,
+        model_config=model,
+        runner=runner,
+        tokenizer=tokenizer,
+        max_model_len=max_model_len,
+        clock=clock,
+    )
 
 
-def request(request_id: str, prompt: Sequence[int], *, salt: str = "", deadline_s: float | None = None, **params: Any):
+def request(
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    salt: str = "",
+    deadline_s: float | None = None,
+    priority: int = 0,
+    tenant: str = "",
+    **params: Any,
+):
     """A greedy request, unless `params` say otherwise."""
     params = {"temperature": 0.0, "ignore_eos": True, **params}
     return Request(
@@ -230,6 +250,8 @@ def request(request_id: str, prompt: Sequence[int], *, salt: str = "", deadline_
         params=SamplingParams(**params),
         cache_salt=salt,
         deadline_s=deadline_s,
+        priority=priority,
+        tenant=tenant,
     )
 
 
