@@ -19,12 +19,16 @@ class ErrorCode(enum.Enum):
 
 
 class RequestError(Exception):
-    """A request that was refused or ended without an answer; `code` says which gRPC status it is."""
+    """A request that was refused or ended without an answer; `code` says which gRPC status it is.
 
-    def __init__(self, code: ErrorCode, message: str):
+    `retry_after_s`, where it is known, is when the same request may be taken.
+    """
+
+    def __init__(self, code: ErrorCode, message: str, retry_after_s: float | None = None):
         super().__init__(message)
         self.code = code
         self.message = message
+        self.retry_after_s = retry_after_s
 
 
 def invalid(message: str) -> RequestError:
