@@ -1,0 +1,103 @@
+"""A circuit breaker: while requests fail or a step hangs, new ones are refused at once.  [no jax]
+
+    CLOSED --too many errors, or a stalled step--> OPEN --breaker_open_s--> HALF_OPEN --NUM_PROBES successes--> CLOSED
+                                                    ^                           |
+                                                    '---- a failure or stall ---'
+
+One thread uses it. Every request that `allow` lets in is reported to `ended` once, with the number `allow` gave it, so
+that what was let in before the breaker opened says nothing about the time after.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import deque
+
+from dsjax.config import OverloadConfig
+from dsjax.errors import ErrorCode, RequestError
+
+log = logging.getLogger("dsjax")
+
+NUM_PROBES = 3  # requests let in every breaker_open_s while half open; as many successes close the breaker
+FAILURES = (ErrorCode.INTERNAL, ErrorCode.DEADLINE_EXCEEDED)  # not what clients do wrong, cancels, or a full queue
+
+
+class BreakerState(enum.Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """Times are seconds of one clock, of the caller's choice."""
+
+    def __init__(self, config: OverloadConfig):
+        self.config = config
+        self.state = BreakerState.CLOSED  # as of the last call
+        self.num_opened = 0
+        self.num_refused = 0
+        self._since_s = 0.0  # when it opened; half open: when the present lot of probes began
+        self._why = ""
+        self._ended: deque[tuple[float, bool]] = deque()  # closed: (when, failed) of the latest requests
+        self._num_failed = 0  # of those
+        self._num_probes = 0  # let in, of the present lot
+        self._num_good = 0  # probes that succeeded
+
+    def allow(self, now_s: float, step_s: float = 0.0) -> int:
+        """Lets a request in and returns the number to give to `ended`.
+
+        `step_s` is how long the step that runs now has taken so far. Raises RequestError(UNAVAILABLE).
+        """
+        config = self.config
+        if 0 < config.step_stall_s < step_s:
+            self._open(now_s, f"a step has run for {step_s:.1f} s, the limit step_stall_s={config.step_stall_s:g}")
+        elif self.state is not BreakerState.CLOSED and now_s - self._since_s >= config.breaker_open_s:
+            if self.state is BreakerState.OPEN:
+                log.info("the circuit breaker is half open: %d requests may probe", NUM_PROBES)
+            self.state, self._since_s, self._num_probes = BreakerState.HALF_OPEN, now_s, 0
+        if self.state is BreakerState.OPEN or self._num_probes == NUM_PROBES:
+            self.num_refused += 1
+            retry_after_s = config.breaker_open_s - (now_s - self._since_s)
+            raise RequestError(
+                ErrorCode.UNAVAILABLE,
+                f"new requests are refused for {retry_after_s:.1f} s (breaker_open_s={config.breaker_open_s:g}), "
+                f"because {self._why}",
+                retry_after_s,
+            )
+        if self.state is BreakerState.HALF_OPEN:
+            self._num_probes += 1
+        return self.num_opened
+
+    def ended(self, now_s: float, number: int, code: ErrorCode | None) -> None:
+        """Notes that a request let in has ended: with `code`, or None for an answer."""
+        if number != self.num_opened or not (code is None or code in FAILURES):
+            return
+        config = self.config
+        if self.state is BreakerState.HALF_OPEN:
+            self._num_good += code is None
+            if code is not None:
+                self._open(now_s, f"a request that probed ended with {code.value}")
+            elif self._num_good == NUM_PROBES:
+                log.info("the circuit breaker is closed: %d requests succeeded", NUM_PROBES)
+                self.state, self._num_probes = BreakerState.CLOSED, 0
+            return
+        self._ended.append((now_s, code is not None))
+        self._num_failed += code is not None
+        while self._ended[0][0] <= now_s - config.breaker_window_s:
+            self._num_failed -= self._ended.popleft()[1]
+        num = len(self._ended)
+        if num >= config.breaker_min_requests and self._num_failed > config.breaker_error_rate * num:
+            self._open(
+                now_s,
+                f"{self._num_failed} of the latest {num} requests failed, "
+                f"more than breaker_error_rate={config.breaker_error_rate:g} of them",
+            )
+
+    def _open(self, now_s: float, why: str) -> None:
+        if self.state is not BreakerState.OPEN:
+            self.num_opened += 1
+            log.warning("the circuit breaker opens: %s", why)
+        self.state, self._since_s, self._why = BreakerState.OPEN, now_s, why
+        self._num_good = self._num_probes = self._num_failed = 0
+        self._ended.clear()

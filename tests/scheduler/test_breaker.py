@@ -1,0 +1,137 @@
+"""The circuit breaker, on a clock that the test sets."""
+
+import pytest
+
+from dsjax.config import OverloadConfig
+from dsjax.errors import ErrorCode, RequestError
+from dsjax.scheduler.breaker import NUM_PROBES, Breaker, BreakerState
+
+OK, FAILED = None, ErrorCode.INTERNAL
+
+
+def breaker(**fields) -> Breaker:
+    small = {"breaker_min_requests": 4, "breaker_window_s": 10.0, "breaker_open_s": 5.0, "step_stall_s": 60.0}
+    return Breaker(OverloadConfig(**{**small, **fields}))
+
+
+def end(breaker: Breaker, now_s: float, *codes: ErrorCode | None) -> None:
+    for code in codes:
+        breaker.ended(now_s, breaker.allow(now_s), code)
+
+
+def refusal(breaker: Breaker, now_s: float, step_s: float = 0.0) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        breaker.allow(now_s, step_s)
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    return caught.value
+
+
+def opened(now_s: float = 0.0, **fields) -> Breaker:
+    made = breaker(**fields)
+    end(made, now_s, OK, FAILED, FAILED, FAILED)
+    assert made.state is BreakerState.OPEN
+    return made
+
+
+def test_it_opens_above_the_error_rate_of_enough_requests():
+    b = breaker()
+    end(b, 0.0, FAILED, FAILED, FAILED)
+    assert b.state is BreakerState.CLOSED  # three are too few to judge
+    b = breaker()
+    end(b, 0.0, OK, OK, FAILED, FAILED)
+    assert b.state is BreakerState.CLOSED  # half is not more than 0.5
+    end(b, 0.0, FAILED)
+    assert (b.state, b.num_opened) == (BreakerState.OPEN, 1)
+    error = refusal(b, 2.0)
+    assert error.retry_after_s == 3.0
+    assert error.message == (
+        "new requests are refused for 3.0 s (breaker_open_s=5), because 3 of the latest 5 requests failed, "
+        "more than breaker_error_rate=0.5 of them"
+    )
+    assert b.num_refused == 1
+
+
+def test_only_failures_of_the_server_count_and_only_within_the_window():
+    b = breaker()
+    for code in ErrorCode:
+        if code not in (ErrorCode.INTERNAL, ErrorCode.DEADLINE_EXCEEDED):
+            end(b, 0.0, *[code] * 10)
+    assert b.state is BreakerState.CLOSED
+    end(b, 0.0, OK, FAILED, ErrorCode.DEADLINE_EXCEEDED)
+    end(b, 10.0, FAILED)  # the three of ten seconds ago are forgotten
+    end(b, 19.9, OK, FAILED)
+    assert b.state is BreakerState.CLOSED
+    end(b, 19.9, FAILED)
+    assert b.state is BreakerState.OPEN
+
+
+def test_error_rate_of_1_is_off():
+    b = breaker(breaker_error_rate=1.0)
+    end(b, 0.0, *[FAILED] * 100)
+    assert b.state is BreakerState.CLOSED
+
+
+def test_probes_close_it():
+    b = opened()
+    refusal(b, 4.9)
+    numbers = [b.allow(5.0) for _ in range(NUM_PROBES)]
+    assert b.state is BreakerState.HALF_OPEN
+    assert refusal(b, 6.0).retry_after_s == 4.0  # until the next lot
+    for number in numbers:
+        b.ended(6.0, number, OK)
+    assert b.state is BreakerState.CLOSED
+    end(b, 6.0, *[OK] * 50)
+
+
+def test_a_probe_that_fails_opens_it_again():
+    b = opened()
+    first, second = b.allow(5.0), b.allow(5.0)
+    b.ended(6.0, first, OK)
+    b.ended(6.0, second, FAILED)
+    assert (b.state, b.num_opened) == (BreakerState.OPEN, 2)
+    assert refusal(b, 10.9).message.endswith("because a request that probed ended with INTERNAL")
+    end(b, 11.0, *[OK] * NUM_PROBES)
+    assert b.state is BreakerState.CLOSED
+
+
+def test_probes_that_say_nothing_are_followed_by_others():
+    b = opened()
+    for _ in range(NUM_PROBES):
+        b.ended(6.0, b.allow(5.0), ErrorCode.CANCELLED)
+    refusal(b, 9.9)
+    end(b, 10.0, *[OK] * NUM_PROBES)
+    assert b.state is BreakerState.CLOSED
+
+
+def test_requests_let_in_before_it_opened_say_nothing_later():
+    b = breaker()
+    old = [b.allow(0.0) for _ in range(10)]
+    end(b, 0.0, *[FAILED] * 4)
+    probe = b.allow(5.0)
+    for number in old:
+        b.ended(5.0, number, FAILED)
+    assert b.state is BreakerState.HALF_OPEN
+    b.ended(5.0, probe, OK)
+    end(b, 5.0, OK, OK)
+    assert b.state is BreakerState.CLOSED
+
+
+def test_a_stalled_step_opens_it_until_it_is_over():
+    b = breaker()
+    b.allow(0.0, step_s=60.0)
+    error = refusal(b, 1.0, step_s=61.0)
+    assert error.retry_after_s == 5.0
+    assert error.message.endswith("because a step has run for 61.0 s, the limit step_stall_s=60")
+    refusal(b, 20.0, step_s=80.0)  # it hangs still: no probes
+    assert b.num_opened == 1
+    refusal(b, 24.9)
+    b.allow(25.0)
+    assert b.state is BreakerState.HALF_OPEN
+    refusal(b, 26.0, step_s=61.0)
+    assert (b.state, b.num_opened) == (BreakerState.OPEN, 2)
+
+
+def test_step_stall_of_0_is_off():
+    b = breaker(step_stall_s=0.0)
+    b.allow(0.0, step_s=1e9)
+    assert b.state is BreakerState.CLOSED
