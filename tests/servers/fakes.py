@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from configs.serving import nano
+from configs import serving
 from dsjax.config import LayerKind, ModelConfig
 from dsjax.detokenizer import Detokenizer
 from dsjax.errors import ErrorCode, RequestError, invalid
@@ -86,7 +86,7 @@ class FakeEngine:
         num_cached: int = 0,
         script: str = "",
     ):
-        self.config = nano.config()
+        self.config = serving.load("nano")
         self.model_config = MODEL
         self.tokenizer: FakeTokenizer | None = FakeTokenizer()
         self.max_model_len = max_model_len

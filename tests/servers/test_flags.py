@@ -7,10 +7,12 @@ from absl import flags
 
 from dsjax.chat import ChatStrings
 from dsjax.config import EngineConfig, SchedulerConfig
+from dsjax.config_fields import field_paths, flag_name
 from dsjax.errors import ConfigError
 from dsjax.request import SamplingParams
+from dsjax.serving_config import TenantConfig
+from servers import flag_help, main
 from servers import flags as server_flags
-from servers import main
 
 
 def _configs(*args: str):
@@ -81,7 +83,7 @@ def test_fields_that_limit_each_other_come_in_any_order():
         ("--max_num_seqs=0", "max_num_seqs=0 must be at least 1"),
         ("--max_num_seqs=257", "max_num_batched_tokens=256 must be at least max_num_seqs=257"),
         ("--dtype=int3", "dtype='int3' must be one of auto, float32, bfloat16"),
-        ("--config=huge", "config='huge' is unknown: configs/serving has nano"),
+        ("--config=huge", "config='huge' is unknown: configs/serving has a100, aggressive"),
         ("--set=cache.block=1", "'block' is not a field of CacheConfig"),
         ("--set=cache.block_size", "set='cache.block_size' must have the form FIELD=VALUE"),
         ("--set=cache.block_size=x", "block_size='x' must be of type int"),
@@ -137,3 +139,30 @@ def test_a_config_error_of_the_engine_is_one_line_and_exit_code_2(capfd):
     out, err = capfd.readouterr()
     assert (out, "dsjax-serve: error: model='/nowhere' has no config.json\n" in err) == ("", True)
     assert "Traceback" not in err
+
+
+def test_every_flag_has_its_line_of_help():
+    fields = {flag_name(path) for path in field_paths(EngineConfig(model="m"))}
+    assert set(flag_help.ENGINE) == fields
+    assert set(flag_help.SERVER) == set(server_flags.ServerConfig.__dataclass_fields__)
+
+
+def test_flags_of_paths_tenants_and_sections():
+    config, server = _configs(
+        "--hot-max-tokens=100", "--cold_budget_share=0.25", '--tenants={"gold": {"weight": 4}}',
+        "--scheduling_policy=shortest", "--target_ttft_ms=200", "--host_cache_bytes=1024", "--step_stall_s=3",
+        "--max_num_jobs=5", "--job_ttl_s=2.5",
+    )  # fmt: skip
+    scheduler = config.scheduler
+    assert (scheduler.hot.max_tokens, scheduler.cold.budget_share) == (100, 0.25)
+    assert scheduler.tenants == (TenantConfig(name="gold", weight=4.0),)
+    assert (scheduler.scheduling_policy, config.feedback.target_ttft_ms) == ("shortest", 200.0)
+    assert (config.tiers.host_cache_bytes, config.overload.step_stall_s) == (1024, 3.0)
+    assert (server.max_num_jobs, server.job_ttl_s) == (5, 2.5)
+
+
+def test_flag_over_file_over_preset(tmp_path):
+    (tmp_path / "x.yaml").write_text("dynamic_batching: {max_batch_size: 32, timeout: 20ms}\nmodel: /m")
+    config, _ = _configs(f"--config=conservative,{tmp_path}/x.yaml", "--batch_wait_s=0.5")
+    assert (config.model, config.scheduler.max_num_seqs, config.scheduler.batch_wait_s) == ("/m", 32, 0.5)
+    assert config.scheduler.max_num_waiting == 64
