@@ -156,6 +156,7 @@ class Engine:
                 arrival_s=request.arrival_s or self.clock(),
                 priority=request.priority,
                 tenant=request.tenant,
+                session_id=request.session_id,
                 deadline_s=request.deadline_s,
                 index=index,
                 sibling=sequences[0].request if sequences else None,

@@ -122,6 +122,7 @@ class Request:
     cache_salt: str = ""
     priority: int = 0  # lower goes first, as in vLLM; matters to the policies `priority` and `shortest`
     tenant: str = ""  # whose limits and weight count; "" is the tenant of all who name none
+    session_id: str = ""  # a conversation whose next turn will begin like this one: a hint for the cache's tiers
     arrival_s: float = 0.0  # time.monotonic
     deadline_s: float | None = None  # time.monotonic; None is no deadline
     index: int = 0  # which of params.n
