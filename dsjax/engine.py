@@ -134,13 +134,7 @@ class Engine:
                 raise invalid(f"{name} names token {bad}: ids of this model are in [0, vocab_size={vocab})")
         if params.stop and self.tokenizer is None:
             raise invalid("stop needs a tokenizer and this engine has none; use stop_token_ids")
-        free = self.config.scheduler.max_num_waiting - len(self.scheduler.waiting)
-        if free < params.n:
-            raise RequestError(
-                ErrorCode.RESOURCE_EXHAUSTED,
-                f"{len(self.scheduler.waiting)} requests are waiting and n={params.n} more exceed the limit "
-                f"max_num_waiting={self.config.scheduler.max_num_waiting}; retry later",
-            )
+        self.scheduler.check_room(request.tenant, params.n)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= frozenset(i for i in self.model_config.eos_token_ids if i < vocab)  # a tokenizer may have more
@@ -226,6 +220,10 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.num_live > 0 or bool(self._in_flight)
 
+    def wake_s(self) -> float | None:
+        """When, on the engine's clock, to step again although nothing arrives; None: at once if there is work."""
+        return None if self._in_flight else self.scheduler.wake_s
+
     # --- the loop ------------------------------------------------------------------------------
 
     def step(self) -> list[TokenEvent]:
@@ -235,7 +233,7 @@ class Engine:
         """
         self.leader.check()
         events = self._expire()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.clock())
         if plan.rows:
             output = self.runner.dispatch(plan)
             self.scheduler.dispatched(plan)

@@ -23,6 +23,14 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+class Path(enum.IntEnum):
+    """Length class of a request, by prompt and expected output; what is colder gives way."""
+
+    HOT = 0
+    WARM = 1
+    COLD = 2
+
+
 class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
@@ -136,8 +144,12 @@ class Request:
     num_cached: int = 0  # prompt tokens that came from the prefix cache when first scheduled
     shard: int = -1  # data shard, while RUNNING
     slot: int = -1  # row slot on the shard, held while RUNNING
-    rank: int = -1  # who was first in the queue, and stays so when preempted; -1 before it has been at its head
+    path: Path = Path.HOT
+    expected_tokens: int = 0  # prompt and expected output
+    key_s: float = 0.0  # arrival and handicap: who goes first, also when preempted
+    number: int = -1  # in the order of `add`
     num_preemptions: int = 0
+    num_reclaims: int = 0  # of those, for requests that waited
     sibling: Request | None = None  # for n > 1: wait until this one's prompt is in the cache
     seed: int = 0  # resolved: params.seed + index, or drawn once at add
     stop_ids: frozenset[int] = frozenset()  # ids that end it: stop_token_ids, and EOS unless ignored; set at add
@@ -154,6 +166,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Smaller goes first."""
+        return self.key_s, self.number
 
     @property
     def reads_prefix_cache(self) -> bool:

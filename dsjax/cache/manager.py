@@ -50,6 +50,7 @@ class RequestCache:
     node: Node | None = None  # of the last unit registered
     num_units: int = 0  # registered
     boundary: int = NO_BOUNDARY  # where the next snapshot is due
+    num_kept: int = 0  # tokens that would be a hit if it were released now, unless they are evicted
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,12 @@ class CacheManager:
     @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
+
+    def share_of(self, request_ids: Sequence[str]) -> float:
+        """In [0, 1]: the part of the fullest pool that these requests hold; a page they share counts for each."""
+        requests = [self._requests[request_id] for request_id in request_ids]
+        held = {kind: sum(len(r.pages.get(kind, r.window)) for r in requests) for kind in self.pools}
+        return max(held[kind] / pool.num_pages for kind, pool in self.pools.items())
 
     def request(self, request_id: str) -> RequestCache:
         """The running request's pages; KeyError if it is not running."""
@@ -144,6 +151,7 @@ class CacheManager:
             window=dict(match.snapshot.pages[EntryKind.WINDOW]) if match.snapshot else {},
             hashes=hashes,
             caches_prefix=caches_prefix,
+            num_kept=match.num_tokens,
         )
         copies = self._take_partial(request)
         self._retain(request)
@@ -308,6 +316,7 @@ class CacheManager:
         request.hashes.extend(tokens, num_units)
         node = self.prefix.add_units(request.hashes, num_units, request.node, request.pages)
         request.node, request.num_units = node, num_units
+        request.num_kept = num_tokens
         tail = tuple(tokens[num_units * unit : num_tokens])
         if self.prefix.find_snapshot(node, tail):
             return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsjax.config import CacheConfig, LayerKind, ModelConfig, SchedulerConfig
@@ -114,6 +115,19 @@ class CacheSpec:
         """Bytes that a token more adds to a long request's full pages, on each device."""
         kinds = [kind for kind in self.kinds.values() if kind.window is None]
         return sum(kind.page_bytes / (kind.entries_per_page * kind.ratio) for kind in kinds)
+
+    def can_hold(self, totals: Sequence[int]) -> bool:
+        """Whether requests of so many tokens each fit all at once, whatever they share."""
+        for kind in self.kinds.values():
+            entries = kind.entries_per_page
+            if kind.window is None:
+                needed = sum(kind.num_table_pages(total) for total in totals)
+            else:  # chunks of all together are one step's budget; each window also begins and ends inside a page
+                windows = sum(min(_span_pages(kind.window, entries) + 1, -(-total // entries)) for total in totals)
+                needed = windows + -(-min(self.max_chunk_tokens, sum(totals)) // entries)
+            if needed > kind.num_pages:
+                return False
+        return True
 
     @classmethod
     def of(

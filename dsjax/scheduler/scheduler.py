@@ -1,4 +1,4 @@
-"""Chooses the rows of each step, first come first served, and owns every request's state.  [no jax]
+"""Chooses the rows of each step and owns every request's state.  [no jax]
 
 One queue serves all data shards (`shard.py`); a request belongs to a shard from its admission (`placement.py`) to its
 end or preemption, after which any shard may take it.
@@ -8,18 +8,23 @@ A step is planned before the previous one's tokens are known, so a request count
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dsjax.cache.manager import CacheManager
 from dsjax.cache.prefix import UnitHashes
 from dsjax.config import SchedulerConfig
 from dsjax.errors import ErrorCode, RequestError
-from dsjax.request import Request, Status
+from dsjax.request import Path, Request, Status
+from dsjax.scheduler import policy
 from dsjax.scheduler.placement import preferred
 from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
+from dsjax.scheduler.policy import Limits
 from dsjax.scheduler.shard import Shard
+from dsjax.scheduler.waiting import WaitingQueue
+
+MEAN_OVER = 32  # finished answers that the expected length of the next is learnt from
 
 
 @dataclass
@@ -43,11 +48,13 @@ class Scheduler:
         """`caches` has one for each data shard."""
         self.config = config
         self.shards = [Shard(index, config, cache) for index, cache in enumerate(caches)]
-        self.waiting: deque[Request] = deque()  # those with a rank first, in its order; then the others as they came
+        self.waiting = WaitingQueue(config.tenants)
+        self.limits = Limits.of(config)  # feedback may lower them between steps
+        self.wake_s: float | None = None  # when to schedule again though nothing arrives
         self.counters = Counters()
-        self._next_rank = 0
-        self._head: Request | None = None  # the last that fitted no shard, and its hashes: it is tried in every step
-        self._hashes = UnitHashes("", 1)
+        self._tenants = {tenant.name: tenant for tenant in config.tenants}
+        self._hashes: dict[str, UnitHashes] = {}  # of waiting requests that fitted no shard: they are tried again
+        self._mean_output = float(config.expected_output_tokens)
 
     @property
     def running(self) -> list[Request]:
@@ -63,57 +70,117 @@ class Scheduler:
         return len(self.waiting) + self.num_running
 
     def add(self, request: Request) -> None:
-        """Queues a request. RequestError(RESOURCE_EXHAUSTED) if the queue is full."""
-        if len(self.waiting) >= self.config.max_num_waiting:
-            raise RequestError(
-                ErrorCode.RESOURCE_EXHAUSTED,
-                f"{len(self.waiting)} requests are waiting, the limit max_num_waiting={self.config.max_num_waiting}; "
-                "retry later",
-            )
-        self.waiting.append(request)
+        """Queues a request. RequestError(RESOURCE_EXHAUSTED) if the queue, or its tenant's part of it, is full."""
+        self.check_room(request.tenant, 1)
+        request.number = self.counters.num_requests
+        limit = request.params.max_tokens or request.max_total_tokens - request.num_prompt_tokens
+        request.expected_tokens = request.num_prompt_tokens + min(limit, round(self._mean_output))
+        request.path = policy.path_of(self.config, request.expected_tokens)
+        request.key_s = request.arrival_s + policy.handicap_s(self.config, request)
+        self.waiting.add(request)
         self.counters.num_requests += 1
 
-    def schedule(self) -> StepPlan:
-        """Plans the next step; `rows` is empty if nothing can be computed before a token in flight is read."""
+    def check_room(self, tenant: str, num: int) -> None:
+        """RequestError(RESOURCE_EXHAUSTED) if `num` more requests of the tenant cannot wait."""
+        waiting, most = len(self.waiting), self.config.max_num_waiting
+        if waiting + num > most:
+            raise RequestError(
+                ErrorCode.RESOURCE_EXHAUSTED,
+                f"{waiting} requests are waiting and {num} more exceed the limit max_num_waiting={most}; retry later",
+            )
+        limits = self._tenants.get(tenant)
+        if limits and limits.max_num_waiting and self.waiting.num_waiting(tenant) + num > limits.max_num_waiting:
+            raise RequestError(
+                ErrorCode.RESOURCE_EXHAUSTED,
+                f"{self.waiting.num_waiting(tenant)} requests of tenant {tenant!r} are waiting and {num} more exceed "
+                f"its max_num_waiting={limits.max_num_waiting}; retry later",
+            )
+
+    def schedule(self, now_s: float) -> StepPlan:
+        """Plans the next step; `rows` is empty if nothing can be computed before a token in flight is read, or while
+        a lone request waits for others (until `wake_s`)."""
+        self.wake_s = self._company_s(now_s)
+        if self.wake_s is not None:
+            return self._empty()
         for shard in self.shards:
-            for request in shard.plan_running():
-                self._requeue(request)
+            shard.begin(self.limits)
+            shard.grant_decodes()
         self._admit()
-        if any(shard.rows for shard in self.shards):
+        for shard in self.shards:
+            shard.grant_prompts()
+            shard.grant_rest()
+            for victim in shard.take_victims():
+                self._requeue(victim)
+        if any(shard.has_rows for shard in self.shards):
             return StepPlan(shards=tuple(shard.take_plan() for shard in self.shards))
-        return StepPlan(shards=tuple(ShardPlan() for _ in self.shards))  # not dispatched, so copies wait
+        return self._empty()  # not dispatched, so copies wait
+
+    def _empty(self) -> StepPlan:
+        return StepPlan(shards=tuple(ShardPlan() for _ in self.shards))
+
+    def _company_s(self, now_s: float) -> float | None:
+        """Until when an idle engine waits for more requests; None if it does not."""
+        wait_s = self.config.batch_wait_s
+        if not wait_s or not self.waiting or self.num_running:
+            return None
+        if len(self.waiting) >= self.limits.max_num_seqs * len(self.shards):
+            return None
+        until_s = min(request.arrival_s for request in self.waiting) + wait_s
+        return until_s if now_s < until_s else None
 
     def _admit(self) -> None:
-        """Takes waiting requests in order until the budgets, the slots or the pages of all shards are used up.
+        """Starts waiting requests in their turn until the budgets, the slots or the pages of all shards are used up.
 
-        The first that fits no shard holds back all behind it.
+        One whose path is full lets those of other paths pass. One that fits no shard holds back all behind it, or it
+        would never start where there are always smaller ones.
         """
-        skipped: list[Request] = []
-        while self.waiting and any(shard.is_open for shard in self.shards):
-            request = self.waiting[0]
-            if request.num_pending:
-                break  # preempted with a token in flight: its tokens are known after the next read
-            if request.sibling is not None and self._awaits_sibling(request):
-                skipped.append(self.waiting.popleft())
+        blocked: set[Path] = set()
+        tenant_blocked = self._tenant_blocked()
+        while True:
+            request = self.waiting.head(self._awaits_sibling, blocked, tenant_blocked)
+            if request is None or request.num_pending:
+                return  # preempted with a token in flight: its tokens are known after the next read
+            for shard in self.shards:
+                shard.grant_prompts(before=request.order)
+            if all(shard.path_is_full(request.path) for shard in self.shards if shard.has_budget):
+                blocked.add(request.path)
                 continue
-            if not self._place(request):
-                break
-            self.waiting.popleft()
-        self.waiting.extendleft(reversed(skipped))
+            if not self._place(request) and not self._make_way(request):
+                return
+
+    def _make_way(self, request: Request) -> bool:
+        """Preempts a request that has to give way to a waiting one, on the shard where least is to be computed."""
+        shards = sorted(self.shards, key=lambda shard: (shard.num_tokens_left, shard.index))
+        return any(shard.make_way(request) for shard in shards)
+
+    def _tenant_blocked(self) -> Callable[[str], bool]:
+        """Says of a tenant whether its own limit, or rows reserved for others, keep its requests from starting."""
+        if not self._tenants:
+            return lambda name: False
+        most = self.limits.max_num_seqs * len(self.shards)
+
+        def blocked(name: str) -> bool:
+            running = Counter(request.tenant for shard in self.shards for request in shard.running)
+            limits = self._tenants.get(name)
+            if limits and limits.max_num_seqs and running[name] >= limits.max_num_seqs:
+                return True
+            reserved = sum(max(0, t.reserved_seqs - running[t.name]) for t in self._tenants.values() if t.name != name)
+            return running.total() + reserved >= most
+
+        return blocked
 
     def _place(self, request: Request) -> bool:
         """Admits the request on the first of the preferred shards that takes it."""
-        if request.rank < 0:
-            request.rank, self._next_rank = self._next_rank, self._next_rank + 1
-        if self._head is not request:
-            self._head, self._hashes = request, UnitHashes(request.cache_salt, self.shards[0].cache.spec.unit_tokens)
+        name = request.request_id
+        hashes = self._hashes.pop(name, None) or UnitHashes(request.cache_salt, self.shards[0].cache.spec.unit_tokens)
         shards = self.shards
         if len(shards) > 1:
-            order = preferred([shard.candidate(request, self._hashes) for shard in shards if shard.has_room])
+            order = preferred([shard.candidate(request, hashes) for shard in shards if shard.has_room])
             shards = [shards[index] for index in order]
-        if not any(shard.admit(request, self._hashes) for shard in shards):
+        if not any(shard.admit(request, hashes) for shard in shards):
+            self._hashes[name] = hashes
             return False
-        self._head = None
+        self.waiting.start(request)
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed
             self.counters.num_prompt_tokens += request.num_prompt_tokens
@@ -124,8 +191,9 @@ class Scheduler:
     def _awaits_sibling(request: Request) -> bool:
         """Whether the first of n is still computing the prompt they share."""
         first = request.sibling
-        assert first is not None
-        return first.status is not Status.FINISHED and first.num_computed < first.num_prompt_tokens
+        return (
+            first is not None and first.status is not Status.FINISHED and first.num_computed < first.num_prompt_tokens
+        )
 
     def dispatched(self, plan: StepPlan) -> None:
         """Notes that the plan's step is on its way: its tokens count as computed."""
@@ -152,17 +220,17 @@ class Scheduler:
             self.shards[request.shard].release(request, snapshot=keep)
         else:
             self.waiting.remove(request)
+            self._hashes.pop(request.request_id, None)
         request.status = Status.FINISHED
         self.counters.num_finished += 1
+        if keep:  # it ended by itself
+            self._mean_output += (request.num_output_tokens - self._mean_output) / MEAN_OVER
 
     def expired(self, now_s: float) -> list[Request]:
         """Live requests whose deadline has passed."""
         return [r for r in (*self.waiting, *self.running) if r.deadline_s is not None and r.deadline_s <= now_s]
 
     def _requeue(self, request: Request) -> None:
-        """Puts a preempted request before all that came later than it."""
+        """Puts a preempted request back to its place in the order."""
         self.counters.num_preemptions += 1
-        at = 0
-        while at < len(self.waiting) and 0 <= self.waiting[at].rank < request.rank:
-            at += 1
-        self.waiting.insert(at, request)
+        self.waiting.add(request)

@@ -1,37 +1,63 @@
-"""One data shard: its running requests, its cache, and its part of each step.  [no jax]"""
+"""One data shard: its running requests, its cache, and its part of each step.  [no jax]
+
+A step is planned in this order: `begin`, `grant_decodes`, then for each waiting request that may start
+`grant_prompts(before=it)` and `admit`, at last `grant_prompts` and `grant_rest`, and `take_plan`. So decoding rows get
+their token first, prompts share what is left in the order of their requests, running or not, and nothing stays unused.
+"""
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 
 from dsjax.cache.manager import CacheManager
 from dsjax.cache.prefix import UnitHashes
 from dsjax.config import SchedulerConfig
-from dsjax.request import Request, Status
+from dsjax.request import Path, Request, Status
+from dsjax.scheduler import policy
 from dsjax.scheduler.placement import Candidate
 from dsjax.scheduler.plan import RowPlan, ShardPlan
+from dsjax.scheduler.policy import Limits
+
+LAST = (math.inf, 0)  # an order after all requests'
+CALM = 0.95  # of preemption_threshold: below it requests are admitted again
 
 
 class Shard:
-    """Plans one step at a time: `plan_running`, then `admit` for new ones, then `take_plan`, later `dispatched`."""
+    """Plans one step at a time."""
 
     def __init__(self, index: int, config: SchedulerConfig, cache: CacheManager):
         self.index, self.config, self.cache = index, config, cache
-        self.running: list[Request] = []  # by rank, which is who came first; the last is the first to be preempted
-        self.rows: list[RowPlan] = []  # of the step being planned
+        self.running: list[Request] = []  # in order: nobody is preempted for the growth of one that comes later
+        self._victims: list[Request] = []  # preempted while the step is planned
+        self._grants: dict[Request, int] = {}  # tokens of the step being planned
+        self._prompts: list[Request] = []  # those with more than a token to compute that got none yet, in order
         self._budget = 0  # tokens left in it
-        self._preempted = False  # nobody is admitted in a step for which pages were missing
+        self._path_budget = [0] * len(Path)  # of those, for prompts of each path while others want some
+        self._limits = Limits.of(config)
+        self._is_short = False  # pages were missing: nobody is admitted
+        self._turn = 0  # of length groups
+
+    # --- looking -------------------------------------------------------------------------------
 
     @property
     def has_room(self) -> bool:
         """Whether a new request may come once a step has budget for it."""
-        return not self._preempted and len(self.running) < self.config.max_num_seqs
+        return not self._is_short and len(self.running) < self._limits.max_num_seqs
 
     @property
     def is_open(self) -> bool:
         """Whether the step being planned may take a new request."""
         return self.has_room and self._budget > 0
+
+    @property
+    def has_budget(self) -> bool:
+        return self._budget > 0
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self._grants)
 
     @property
     def num_tokens_left(self) -> int:
@@ -52,75 +78,223 @@ class Shard:
             has_budget=self._budget > 0,
         )
 
-    def plan_running(self) -> list[Request]:
-        """Begins a step with rows for the running requests. Returns those preempted because pages were missing."""
-        self.rows, self._budget = [], self.config.max_num_batched_tokens
-        victims: list[Request] = []
-        for i, request in enumerate(list(self.running)):
-            if request.status is not Status.RUNNING:
-                continue  # preempted for an earlier one
-            # Every request behind it gets at least its one token. Only the last are preempted, so it is still number i.
-            num_new = self._num_new(request, self._budget - (len(self.running) - i - 1))
-            if num_new == 0:
-                continue
-            while not self.cache.extend(request.request_id, request.num_computed + num_new):
-                victims.append(self.running[-1])
-                self.preempt(victims[-1])
-                if victims[-1] is request:
-                    break
+    def path_is_full(self, path: Path) -> bool:
+        """Whether requests of this path, or with them a hotter one, have the budget, rows or pages that are theirs."""
+        if self._path_budget[path] <= 0:
+            return True
+        for limited in list(Path)[1 : path + 1]:
+            members = [request for request in self.running if request.path >= limited]
+            most = policy.row_limit(self.config, limited, self._limits.max_num_seqs)
+            if members and (len(members) >= most or self._is_over_share(limited, members)):
+                return True
+        return False
+
+    def _is_over_share(self, path: Path, members: Sequence[Request]) -> bool:
+        share = self.config.paths[path].share
+        return share < 1 and self.cache.share_of([request.request_id for request in members]) >= share
+
+    # --- the step being planned ----------------------------------------------------------------
+
+    def begin(self, limits: Limits) -> None:
+        """Begins a step; preempts what is above the threshold."""
+        self._limits, self._grants, self._victims = limits, {}, []
+        threshold = self.config.preemption_threshold
+        self._is_short = self._is_short and self.cache.usage > CALM * threshold and threshold < 1
+        while self.cache.usage > threshold and len(self.running) > 1 and self.config.enable_preemption:
+            self._preempt(self._victim(self.running[1:]))
+            self._is_short = True
+        # Each running row may have its token, whatever feedback says: it admits fewer, and some end.
+        budget = max(limits.max_num_batched_tokens, len(self.running))
+        self._budget = budget if self.config.enable_chunked_prefill else self.config.max_num_batched_tokens
+        self._path_budget = [policy.prompt_budget(self.config, path, self._budget) for path in Path]
+        self._prompts = []
+
+    def grant_decodes(self) -> None:
+        """A token for each row that has one to compute, in order: pages that are missing come from later ones."""
+        ratio, decoding = self.config.length_groups, []
+        for request in self.running:
+            if request.num_tokens < request.max_total_tokens:  # or the token in flight is its last
+                left = request.num_tokens - request.num_computed
+                (self._prompts if left > 1 else decoding).append(request) if left else None
+        if ratio and decoding:
+            groups = [policy.length_group(ratio, request.num_tokens) for request in decoding]
+            chosen = policy.group_in_turn(groups, self._turn)
+            decoding = [request for request, group in zip(decoding, groups, strict=True) if group == chosen]
+            self._turn += 1
+        for request in decoding:
+            if request.status is Status.RUNNING and self._budget:  # not preempted for one before it
+                self._grant(request, 1)
+
+    def grant_prompts(self, before: tuple[float, int] = LAST) -> None:
+        """What paths' shares of the budget leave to running prompts that come before a waiting request, or to all."""
+        while self._prompts and self._prompts[0].order < before and self._budget:
+            request = self._prompts.pop(0)
             if request.status is Status.RUNNING:
-                self._add_row(request, num_new)
-        self._preempted = bool(victims)
-        return victims
+                budget = min(self._budget, self._path_budget[request.path])
+                self._path_budget[request.path] -= self._grant(request, budget)
+
+    def grant_rest(self) -> None:
+        """What nobody else wanted, to prompts in order, beyond their paths' shares."""
+        for request in list(self.running):
+            left = request.num_tokens - request.num_computed
+            if self._budget and left > max(1, self._grants.get(request, 0)):
+                self._grant(request, self._budget, spare=True)
+
+    def _grant(self, request: Request, budget: int, spare: bool = False) -> int:
+        """Gives up to `budget` tokens more of the step to a running request; returns how many.
+
+        Pages that are missing are taken from requests that come later, or the request itself is preempted; of `spare`
+        budget only what free pages allow.
+        """
+        granted = self._grants.get(request, 0)
+        num_new = self._num_new(request, granted + budget)
+        if num_new <= granted:
+            return 0
+        total = request.num_computed + num_new
+        while self._is_greedy(request) or not self.cache.extend(request.request_id, total):
+            if spare:
+                return 0
+            later = self.running[bisect.bisect_right(self.running, request.order, key=lambda r: r.order) :]
+            later = [r for r in later if r.path >= request.path] if self._is_greedy(request) else later
+            victim = self._victim(later) if later else self._over_share(request) or request
+            self._preempt(victim)
+            self._is_short = True
+            if victim is request:
+                return 0
+        self._grants[request] = num_new
+        self._budget -= num_new - granted
+        return num_new - granted
 
     def _num_new(self, request: Request, budget: int) -> int:
         """Tokens of a running request for this step."""
         if request.num_tokens >= request.max_total_tokens:
             return 0  # the token in flight is its last
+        left = request.num_tokens - request.num_computed
+        if left > 1:
+            budget = min(budget, policy.chunk_limit(self.config, self._limits, request.path))
         begin = request.num_computed
         if not self.config.enable_chunked_prefill:
             begin = max(begin, request.num_prefill_tokens - 1)  # snapshots must not cut it: one at its end
         boundary = self.cache.next_boundary(request.request_id, begin, request.num_prefill_tokens)
-        end = min(request.num_tokens, boundary)
-        return max(0, min(end - request.num_computed, budget, self.cache.spec.max_chunk_tokens))
-
-    def _add_row(self, request: Request, num_new: int) -> None:
-        self.rows.append(
-            RowPlan(
-                request=request,
-                cache=self.cache.request(request.request_id),
-                start=request.num_computed,
-                num_new=num_new,
-                samples=request.num_computed + num_new == request.num_tokens,
-                first_of_stay=request.first_of_stay,
-            )
-        )
-        self._budget -= num_new
+        return max(0, min(left, boundary - request.num_computed, budget, self.cache.spec.max_chunk_tokens))
 
     def admit(self, request: Request, hashes: UnitHashes) -> bool:
         """Gives a waiting request a slot, pages and its first row. False, and nothing changed, if it does not fit."""
         remaining = request.num_tokens - request.num_computed
-        if not self.is_open or (not self.config.enable_chunked_prefill and remaining > self._budget and self.rows):
+        whole = not self.config.enable_chunked_prefill
+        if not self.is_open or (whole and remaining > self._budget and self._grants) or self.path_is_full(request.path):
             return False
-        first = min(remaining, self._budget, self.cache.spec.max_chunk_tokens)
+        if not self.config.enable_preemption and not self._fits_to_its_end(request):
+            return False
+        if self.running and self.cache.usage >= self.config.preemption_threshold < 1:
+            return False
+        budget = min(self._budget, self._path_budget[request.path])
+        budget = min(budget, policy.chunk_limit(self.config, self._limits, request.path))
+        first = min(remaining, budget, self.cache.spec.max_chunk_tokens)
         admission = self.cache.admit(
             request.request_id, request.token_ids, request.cache_salt, request.reads_prefix_cache, first, hashes
         )
         if admission is None:
             return False
-        bisect.insort(self.running, request, key=lambda r: r.rank)
+        bisect.insort(self.running, request, key=lambda r: r.order)
         request.status, request.shard, request.slot = Status.RUNNING, self.index, admission.slot
         request.num_computed, request.first_of_stay = admission.num_cached, True
         request.num_prefill_tokens = len(request.token_ids)
-        num_new = self._num_new(request, self._budget)
+        num_new = self._num_new(request, budget)
         if not self.cache.extend(request.request_id, request.num_computed + num_new):
             raise AssertionError(f"{request.request_id}: admitted without the pages of its first chunk")
-        self._add_row(request, num_new)
+        self._grants[request] = num_new
+        self._budget -= num_new
+        self._path_budget[request.path] -= num_new
         return True
+
+    def _fits_to_its_end(self, request: Request) -> bool:
+        """Whether the pools can hold all that run, and it, up to their last tokens."""
+        return self.cache.spec.can_hold([r.max_total_tokens for r in (*self.running, request)])
 
     def take_plan(self) -> ShardPlan:
         """What was planned, for a step that is dispatched next."""
-        return ShardPlan(rows=self.rows, copies=self.cache.take_copies())
+        rows = [self._row(request) for request in self.running if request in self._grants]
+        return ShardPlan(rows=rows, copies=self.cache.take_copies())
+
+    def _row(self, request: Request) -> RowPlan:
+        num_new = self._grants[request]
+        return RowPlan(
+            request=request,
+            cache=self.cache.request(request.request_id),
+            start=request.num_computed,
+            num_new=num_new,
+            samples=request.num_computed + num_new == request.num_tokens,
+            first_of_stay=request.first_of_stay,
+        )
+
+    # --- giving way ------------------------------------------------------------------------------
+
+    def make_way(self, request: Request) -> bool:
+        """Preempts one running request so that a waiting one can start; False if none has to give way to it."""
+        whole = not self.config.enable_chunked_prefill and request.num_tokens > self._budget
+        if self._budget <= 0 or self._is_short or whole:
+            return False  # rows and pages are not what it lacks
+        over = self._paths_over_share()
+        candidates = [r for r in self.running if policy.gives_way(self.config, r, request, r.path in over)]
+        if not candidates:
+            return False
+        chosen = self._victim(candidates)
+        chosen.num_reclaims += 1
+        self._preempt(chosen)
+        return True
+
+    def _paths_over_share(self) -> set[Path]:
+        found = set()
+        for path in list(Path)[1:]:
+            members = [request for request in self.running if request.path >= path]
+            most = policy.row_limit(self.config, path, self._limits.max_num_seqs)
+            if len(members) > most or (members and self._is_over_share(path, members)):
+                found |= {request.path for request in members}
+        return found
+
+    def _over_share(self, request: Request) -> Request | None:
+        """A request of a colder path whose pages beyond the path's share this running one takes back."""
+        over = self._paths_over_share() if request.path is not Path.COLD else set()
+        candidates = [r for r in self.running if r.path in over and policy.gives_way(self.config, r, request, True)]
+        if not candidates:
+            return None
+        chosen = self._victim(candidates)
+        chosen.num_reclaims += 1
+        return chosen
+
+    def _is_greedy(self, request: Request) -> bool:
+        """Whether it would grow beyond its path's pages; the first of a path may, so that each goes on."""
+        for path in list(Path)[1 : request.path + 1]:
+            members = [r for r in self.running if r.path >= path]
+            if members[0] is not request and self._is_over_share(path, members):
+                return True
+        return False
+
+    def _victim(self, candidates: Sequence[Request]) -> Request:
+        pairs = ((r, r.num_computed - self.cache.request(r.request_id).num_kept) for r in candidates)
+        chosen = policy.victim(self.config, pairs)
+        assert chosen is not None
+        return chosen
+
+    def _preempt(self, request: Request) -> None:
+        granted = self._grants.pop(request, 0)
+        self._budget += granted
+        self._victims.append(request)
+        self.preempt(request)
+
+    def take_victims(self) -> list[Request]:
+        """Those preempted since the step began: they wait again."""
+        victims, self._victims = self._victims, []
+        return victims
+
+    def preempt(self, request: Request) -> None:
+        """Takes everything back; it will be recomputed, starting from what the prefix cache kept."""
+        self.release(request)
+        request.status, request.num_computed = Status.WAITING, 0
+        request.num_preemptions += 1
+
+    # --- after planning --------------------------------------------------------------------------
 
     def dispatched(self, rows: Sequence[RowPlan]) -> None:
         """Notes that the rows are on their way: their tokens count as computed."""
@@ -136,9 +310,3 @@ class Shard:
         self.running.remove(request)
         self.cache.release(request.request_id, request.token_ids, request.num_computed, snapshot=snapshot)
         request.shard = request.slot = -1
-
-    def preempt(self, request: Request) -> None:
-        """Takes everything back; it will be recomputed, starting from what the prefix cache kept."""
-        self.release(request)
-        request.status, request.num_computed = Status.WAITING, 0
-        request.num_preemptions += 1

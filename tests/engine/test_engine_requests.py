@@ -1,7 +1,6 @@
 """What `add`, `cancel`, deadlines, limits and stops do, on a runner whose next token is the last one + 1."""
 
 import re
-import time
 
 import pytest
 
@@ -208,10 +207,9 @@ def test_cancel_between_chunks_leaves_only_complete_units():
 # --- deadlines -------------------------------------------------------------------------------------
 
 
-def test_a_deadline_that_passes_in_the_queue_never_starts(monkeypatch):
+def test_a_deadline_that_passes_in_the_queue_never_starts():
     now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    engine = fake_engine(max_num_seqs=1)
+    engine = fake_engine(max_num_seqs=1, clock=lambda: now)
     others = [f"a{shard}" for shard in range(engine.runner.num_shards)]  # one in every slot
     for name in others:
         engine.add(request(name, [1], max_tokens=10))
@@ -229,10 +227,9 @@ def test_a_deadline_that_passes_in_the_queue_never_starts(monkeypatch):
     assert engine._deadlines == 0
 
 
-def test_a_deadline_that_passes_while_running_ends_it_in_the_next_step(monkeypatch):
+def test_a_deadline_that_passes_while_running_ends_it_in_the_next_step():
     now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    engine = fake_engine()
+    engine = fake_engine(clock=lambda: now)
     engine.add(request("a", [1], max_tokens=100, deadline_s=1000.2))
     for _ in range(4):
         engine.step()
