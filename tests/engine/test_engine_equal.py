@@ -62,7 +62,7 @@ def test_two_prompts_and_two_decoding_rows_in_one_step():
     engine.step()
     for name in "ab":
         add(engine, name, random_prompt(1, lengths[name]))
-    plan = engine.scheduler.schedule()
+    plan = engine.scheduler.schedule(0.0)
     expected = [("c", 1), ("d", 1), ("a", 13), ("b", 9)]
     rows = [[(r.request.parent_id, r.num_new) for r in part.rows] for part in plan.shards]
     assert sorted(row for part in rows for row in part) == sorted(expected)
