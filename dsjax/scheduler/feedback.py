@@ -143,11 +143,10 @@ class Controller:
 
     @property
     def limits(self) -> Limits:
-        """The budget is never less than the rows that run, each of which wants a token in each step."""
+        """For the steps to come; the budget is never less than the rows."""
         if not self.enabled:
             return self._most
-        tokens = max(self._tokens.value, self._num_rows)
-        return Limits(max_num_batched_tokens=tokens, max_num_seqs=self._rows.value)
+        return Limits(max_num_batched_tokens=self._tokens.value, max_num_seqs=self._rows.value)
 
     @property
     def num_raised(self) -> int:
@@ -168,7 +167,7 @@ class Controller:
             self._itls.append(itl_s)
 
     def step(self, now_s: float, step_s: float, num_tokens: int, num_rows: int) -> None:
-        """Notes a step that was read at `now_s`, `step_s` after the one before it, or after it was sent if that is later.
+        """Notes a step read at `now_s`, `step_s` after the one before it or, if that is later, after it was sent.
 
         `num_tokens` and `num_rows` are of the data shard that had most.
         """
@@ -262,8 +261,8 @@ class Controller:
         """The limit that slow steps point at.
 
         It is the one of which slow steps have more than fast ones. If nothing tells, steps that only decode do: slow
-        ones have too many rows. If all steps are slow and compute prompts, rows give way first if first tokens are late
-        too, for the device is past its knee and those requests had better wait; else tokens; by turns while it stays so.
+        ones have too many rows. If all are slow and compute prompts, rows give way first if first tokens are late too,
+        for the device is past its knee and those requests had better wait; else tokens; by turns while it stays so.
         """
         slow = [s for s in self._steps if self._is_slow(s)][-50:]
         fast = [s for s in self._steps if not self._is_slow(s)][-50:]

@@ -91,7 +91,7 @@ def run(
             waiting.append(_Row(next_s, max(1, int(prompt * jitter)), max(1, int(output * jitter))))
             next_s = next_s + rng.expovariate(requests_per_s) if requests_per_s < math.inf else now_s
         limits = controller.limits
-        budget = limits.max_num_batched_tokens
+        budget = max(limits.max_num_batched_tokens, len(rows))
         computed: list[tuple[_Row, int]] = []
         for i, row in enumerate(rows):
             num_new = min(max(row.prompt_left, 1), budget - (len(rows) - i - 1))

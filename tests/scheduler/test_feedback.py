@@ -155,17 +155,20 @@ def test_if_nothing_tells_and_first_tokens_are_late_too_rows_give_way_first_and_
     assert seen[:4] == [(64, 16), (64, 8), (32, 8), (32, 4)]
 
 
-def test_the_budget_covers_the_rows_that_run():
-    f = Fed(controller(max_num_batched_tokens=64, max_num_seqs=64))
-    assert limits(f.c) == (16, 16)
-    f.steps(40, 0.1, 40, 40)  # from before there were limits
-    assert limits(f.c) == (40, 16)
-    f.steps(1, 0.02, 10, 10)
-    assert limits(f.c) == (16, 16)
-    for _ in range(200):  # all is too slow: neither falls below the other's need, nor to 0
-        f.steps(10, 1.0, limits(f.c)[1], limits(f.c)[1])
+def test_the_budget_never_falls_below_the_rows_nor_a_limit_to_0():
+    f = Fed(controller())
+    for _ in range(200):  # all is too slow
+        f.steps(12, 1.0, *limits(f.c))
         assert limits(f.c)[0] >= limits(f.c)[1] >= 1
-    assert limits(f.c)[1] == 1
+    assert limits(f.c) == (1, 1)
+
+
+def test_nothing_is_judged_while_rows_beyond_a_lower_limit_end():
+    f = Fed(controller())
+    f.steps(100, 0.1, 40, 40)
+    assert (*limits(f.c), f.c.num_lowered) == (64, 16, 0)
+    f.steps(22, 0.1, 16, 16)
+    assert limits(f.c) == (64, 8)
 
 
 # --- in a closed loop ------------------------------------------------------------------------
