@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+
+from benchmarks.metrics import Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,66 @@ def make_random(
         WorkItem(id=i, prompt=prefix + tokens(n), max_tokens=m)
         for i, (n, m) in enumerate(zip(inputs, outputs, strict=True))
     ]
+
+
+def make_mix(
+    parts: Sequence[tuple[int, int, int]],  # (how many, prompt length, answer length) of each class
+    *,
+    vocab_size: int,
+    range_ratio: float = 0.0,
+    seed: int = 0,
+) -> list[WorkItem]:
+    """Random requests of several classes in a random order; ids count up class by class."""
+    items: list[WorkItem] = []
+    for part, (num, input_len, output_len) in enumerate(parts):
+        some = make_random(
+            num_prompts=num,
+            input_len=input_len,
+            output_len=output_len,
+            vocab_size=vocab_size,
+            range_ratio=range_ratio,
+            seed=seed * len(parts) + part,
+        )
+        items += [replace(item, id=len(items) + i) for i, item in enumerate(some)]
+    order = np.random.default_rng(seed).permutation(len(items))
+    return [items[i] for i in order]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sessions:
+    """Users who talk: each turn's prompt is the conversation so far and something new, sent after some thought."""
+
+    num_users: int
+    num_turns: int
+    first_len: int  # tokens of the first prompt
+    turn_len: int  # new tokens of a later one
+    output_len: int
+    vocab_size: int
+    think_s: float = 0.0  # mean of the time (exponential) between an answer and the next prompt
+    start_s: float = 0.0  # users begin evenly over this time
+    range_ratio: float = 0.0  # of all lengths, as in `make_random`
+    seed: int = 0
+
+    def begin(self) -> tuple[list[WorkItem], list[float]]:
+        """Every user's first turn, and when it arrives."""
+        items = [self._item(user, 0, ()) for user in range(self.num_users)]
+        return items, [self.start_s * user / self.num_users for user in range(self.num_users)]
+
+    def follow(self, item: WorkItem, record: Record) -> tuple[float, WorkItem] | None:
+        """The user's next turn and the seconds until then; None after the last, or an answer that failed."""
+        user, turn = divmod(item.id, self.num_turns)
+        if turn + 1 == self.num_turns or not record.ok:
+            return None
+        rng = np.random.default_rng((self.seed, user, turn, 1))
+        return float(rng.exponential(self.think_s)), self._item(user, turn + 1, (*item.prompt, *record.token_ids))
+
+    def _item(self, user: int, turn: int, before: tuple[int, ...]) -> WorkItem:
+        rng = np.random.default_rng((self.seed, user, turn))
+        new, output = self.turn_len if turn else self.first_len, self.output_len
+        low, high = 1 - self.range_ratio, 1 + self.range_ratio
+        num, max_tokens = (max(1, round(mean * rng.uniform(low, high))) for mean in (new, output))
+        prompt = before + tuple(rng.integers(3, self.vocab_size, size=num).tolist())
+        return WorkItem(id=user * self.num_turns + turn, prompt=prompt, max_tokens=max_tokens)
 
 
 def arrival_times(num: int, request_rate: float, seed: int = 0) -> list[float]:

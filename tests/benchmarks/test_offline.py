@@ -30,6 +30,9 @@ class CountingEngine:
     def has_work(self):
         return bool(self.live)
 
+    def wake_s(self):
+        return None
+
     def step(self):
         self.now += 1.0
         self.most_live = max(self.most_live, len(self.live))

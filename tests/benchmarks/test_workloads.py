@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from benchmarks.workloads import WorkItem, arrival_times, load, make_random, save
+from benchmarks.metrics import Record
+from benchmarks.workloads import Sessions, WorkItem, arrival_times, load, make_mix, make_random, save
 
 
 def test_file_round_trip(tmp_path):
@@ -73,3 +74,29 @@ def test_arrivals_are_poisson():
 def test_a_rate_must_be_positive(rate):
     with pytest.raises(ValueError, match="request_rate"):
         arrival_times(3, rate)
+
+
+def test_a_mix_has_its_classes_in_random_order():
+    items = make_mix([(3, 4, 2), (2, 9, 5)], vocab_size=50, seed=1)
+    assert sorted(item.id for item in items) == [0, 1, 2, 3, 4] and [item.id for item in items] != [0, 1, 2, 3, 4]
+    assert {item.id: (len(item.prompt), item.max_tokens) for item in items} == {
+        0: (4, 2),
+        1: (4, 2),
+        2: (4, 2),
+        3: (9, 5),
+        4: (9, 5),
+    }
+    assert make_mix([(3, 4, 2), (2, 9, 5)], vocab_size=50, seed=1) == items
+
+
+def test_a_turn_continues_the_conversation():
+    sessions = Sessions(
+        num_users=2, num_turns=2, first_len=5, turn_len=3, output_len=2, vocab_size=50, think_s=1.0, start_s=10.0
+    )
+    items, arrivals = sessions.begin()
+    assert [item.id for item in items] == [0, 2] and arrivals == [0.0, 5.0]
+    record = Record(id=2, prompt_len=5, start_s=5.0, token_times_s=[6.0, 7.0], token_ids=[8, 9])
+    think_s, turn = sessions.follow(items[1], record)
+    assert think_s > 0 and turn.id == 3 and turn.prompt[:7] == (*items[1].prompt, 8, 9) and len(turn.prompt) == 10
+    assert sessions.follow(turn, record) is None
+    assert sessions.follow(items[1], Record(id=2, prompt_len=5, start_s=5.0, error="INTERNAL: gone")) is None
