@@ -293,3 +293,13 @@ def check_caches(engine: Engine) -> None:
     """Every page and slot of every data shard is accounted for once."""
     for cache in engine.caches:
         cache.check()
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self, now_s: float = 0.0):
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s

@@ -143,20 +143,18 @@ class Shard:
     def _grant(self, request: Request, budget: int, spare: bool = False) -> int:
         """Gives up to `budget` tokens more of the step to a running request; returns how many.
 
-        Pages that are missing are taken from requests that come later, or the request itself is preempted; of `spare`
-        budget only what free pages allow.
+        Pages that are missing are taken from requests that come later, or the request itself is preempted, or it holds
+        what it has and waits; of `spare` budget only what free pages allow.
         """
         granted = self._grants.get(request, 0)
         num_new = self._num_new(request, granted + budget)
         if num_new <= granted:
             return 0
         total = request.num_computed + num_new
-        while self._is_greedy(request) or not self.cache.extend(request.request_id, total):
-            if spare:
+        while not self._may_grow(request) or not self.cache.extend(request.request_id, total):
+            victim = None if spare else self._who_gives(request)
+            if victim is None:
                 return 0
-            later = self.running[bisect.bisect_right(self.running, request.order, key=lambda r: r.order) :]
-            later = [r for r in later if r.path >= request.path] if self._is_greedy(request) else later
-            victim = self._victim(later) if later else self._over_share(request) or request
             self._preempt(victim)
             self._is_short = True
             if victim is request:
@@ -263,13 +261,27 @@ class Shard:
         chosen.num_reclaims += 1
         return chosen
 
-    def _is_greedy(self, request: Request) -> bool:
-        """Whether it would grow beyond its path's pages; the first of a path may, so that each goes on."""
+    def _who_gives(self, request: Request) -> Request | None:
+        """Who is preempted so that a running request can grow; None if it waits.
+
+        Those that come later, of its own path or colder where it has its path's share. If there are none, colder ones
+        that hold more than theirs; or itself, unless it is beyond its share: then others go on, and it will.
+        """
+        later = self.running[bisect.bisect_right(self.running, request.order, key=lambda r: r.order) :]
+        is_over = request.path in self._paths_over_share() and request.num_reclaims < policy.MAX_RECLAIMS
+        if is_over:
+            later = [r for r in later if r.path >= request.path]
+        if later:
+            return self._victim(later)
+        return self._over_share(request) or (None if is_over else request)
+
+    def _may_grow(self, request: Request) -> bool:
+        """Within its path's pages, or the first of its path: so each path goes on."""
         for path in list(Path)[1 : request.path + 1]:
             members = [r for r in self.running if r.path >= path]
             if members[0] is not request and self._is_over_share(path, members):
-                return True
-        return False
+                return False
+        return True
 
     def _victim(self, candidates: Sequence[Request]) -> Request:
         pairs = ((r, r.num_computed - self.cache.request(r.request_id).num_kept) for r in candidates)

@@ -42,6 +42,10 @@ class _Tenant:
         )
         return min((request for request in firsts if request), key=_order, default=None)
 
+    def rounds(self, request: Request) -> int:
+        """Until it can pay for the request."""
+        return math.ceil(max(0.0, _cost(request) - self.credit) / (QUANTUM * self.weight))
+
     def most_credit(self) -> float:
         """What pays for the next request of any path, and a round."""
         return max((_cost(queue[0]) for queue in self.queues if queue), default=0) + QUANTUM * self.weight
@@ -52,7 +56,7 @@ class WaitingQueue:
 
     def __init__(self, tenants: Sequence[TenantConfig]):
         self._weights = {tenant.name: tenant.weight for tenant in tenants}
-        self._tenants: dict[str, _Tenant] = {}  # those with waiting requests, in the order of their turns
+        self._tenants: dict[str, _Tenant] = {}  # those with waiting requests, in the order of their turns in a round
 
     def __len__(self) -> int:
         return sum(map(len, self._tenants.values()))
@@ -85,34 +89,23 @@ class WaitingQueue:
         self, skip: Callable[[Request], bool], blocked: set[Path], tenant_blocked: Callable[[str], bool]
     ) -> Request | None:
         """The request whose turn it is; None if all are left out. Changes nothing."""
-        found = self._turn(skip, blocked, tenant_blocked)
-        return found[0] if found else None
-
-    def _turn(self, skip, blocked, tenant_blocked) -> tuple[Request, str, int] | None:
-        """(request, tenant, rounds until it can pay)."""
-        best: tuple[Request, str, int] | None = None
+        best, least = None, math.inf
         for name, tenant in self._tenants.items():
             head = None if tenant_blocked(name) else tenant.head(skip, blocked)
-            if head is None:
-                continue
-            rounds = math.ceil(max(0.0, _cost(head) - tenant.credit) / (QUANTUM * tenant.weight))
-            if best is None or rounds < best[2]:
-                best = head, name, rounds
+            if head is not None and (rounds := tenant.rounds(head)) < least:
+                best, least = head, rounds
         return best
 
     def start(self, request: Request) -> None:
         """Takes out a request that starts: its tenant pays, and the rounds that it took have passed for all."""
         tenant = self._tenants[request.tenant]
-        cost = _cost(request)
-        rounds = math.ceil(max(0.0, cost - tenant.credit) / (QUANTUM * tenant.weight))
+        rounds = tenant.rounds(request)
         if rounds and len(self._tenants) > 1:
             for other in self._tenants.values():
                 # A tenant whose own limits keep it from starting saves no more than one request's worth.
                 other.credit = min(other.credit + rounds * QUANTUM * other.weight, other.most_credit())
-        tenant.credit = max(0.0, tenant.credit - cost)
+        tenant.credit = max(0.0, tenant.credit - _cost(request))
         self.remove(request)
-        if rounds and request.tenant in self._tenants:
-            self._tenants[request.tenant] = self._tenants.pop(request.tenant)  # its turn in the round is over
 
 
 def _cost(request: Request) -> int:
