@@ -142,7 +142,8 @@ class Scheduler:
                 return  # preempted with a token in flight: its tokens are known after the next read
             for shard in self.shards:
                 shard.grant_prompts(before=request.order)
-            if all(shard.path_is_full(request.path) for shard in self.shards if shard.has_budget):
+            full = all(shard.path_is_full(request.path) for shard in self.shards if shard.has_budget)
+            if full or any(shard.took_from_before(request) for shard in self.shards):
                 blocked.add(request.path)
                 continue
             if not self._place(request) and not self._make_way(request):

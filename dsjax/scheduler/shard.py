@@ -295,6 +295,10 @@ class Shard:
         self._victims.append(request)
         self.preempt(request)
 
+    def took_from_before(self, request: Request) -> bool:
+        """Whether one of its path that comes before it was preempted in this step, and so is the first to start."""
+        return any(victim.path == request.path and victim.order < request.order for victim in self._victims)
+
     def take_victims(self) -> list[Request]:
         """Those preempted since the step began: they wait again."""
         victims, self._victims = self._victims, []

@@ -53,12 +53,17 @@ class Traffic:
                 deadline_s=time.monotonic() - 1 if expires else None,
                 logprobs=rng.choice([None, 2]),
                 prompt_logprobs=rng.choice([None, None, None, 1]),
+                **self.service(),
             )
         )
         self.live[name], self.num_open[name] = (prompt, max_tokens, stop), n
         if expires:
             self.deadline_of.add(name)
         self.left -= 1
+
+    def service(self) -> dict:
+        """Priority and tenant of the next request."""
+        return {}
 
     def chaos(self) -> None:
         rng, scheduler = self.rng, self.engine.scheduler
@@ -115,10 +120,13 @@ class Traffic:
                 self.arrive()
             if self.left > 0:
                 self.chaos()
-            for event in self.engine.step():
+            for event in self.step():
                 self.take(event)
             check_caches(self.engine)
             before = self.check_stats(before)
+
+    def step(self) -> list[TokenEvent]:
+        return self.engine.step()
 
     def check_stats(self, before):
         stats = self.engine.stats()
