@@ -166,7 +166,7 @@ class Scheduler:
             if limits and limits.max_num_seqs and running[name] >= limits.max_num_seqs:
                 return True
             reserved = sum(max(0, t.reserved_seqs - running[t.name]) for t in self._tenants.values() if t.name != name)
-            return running.total() + reserved >= most
+            return reserved > 0 and running.total() + reserved >= most
 
         return blocked
 
