@@ -17,11 +17,13 @@ from dsjax.cache.manager import CacheManager
 from dsjax.config import EngineConfig, ModelConfig
 from dsjax.detokenizer import Detokenizer
 from dsjax.distributed import Leader
-from dsjax.errors import ErrorCode, RequestError, invalid
+from dsjax.errors import ErrorCode, RequestError
 from dsjax.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from dsjax.request_bounds import RequestBounds
 from dsjax.runner.compiles import COMPILES
 from dsjax.runner.output import Sent, StepOutput
 from dsjax.runner.runner import Runner
+from dsjax.scheduler.control import Control, ControlStats
 from dsjax.scheduler.plan import RowPlan, StepPlan
 from dsjax.scheduler.scheduler import Scheduler
 from dsjax.tokenizer import Tokenizer
@@ -30,7 +32,7 @@ log = logging.getLogger("dsjax")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineStats:
+class EngineStats(ControlStats):
     """Gauges now, and totals since the start, of all data shards together."""
 
     num_waiting: int
@@ -54,6 +56,8 @@ class EngineStats:
 class _InFlight(NamedTuple):
     plan: StepPlan
     output: Sent
+    sent_s: float
+    num_rows: int  # running on the data shard that had most
 
 
 @dataclass(eq=False)
@@ -86,9 +90,12 @@ class Engine:
         self.max_model_len = max_model_len
         self.caches = [CacheManager(runner.spec) for _ in range(runner.num_shards)]  # of each data shard
         self.scheduler = Scheduler(config.scheduler, self.caches)
+        self._bounds = RequestBounds.of(config, model_config, runner.spec, max_model_len, tokenizer is not None)
+        self.control = Control(config, self.scheduler)
         self._live: dict[str, list[_Sequence]] = {}  # by the caller's id
         self._by_request: dict[str, _Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
+        self._shed: list[tuple[_Sequence, RequestError]] = []  # given up while waiting; the next step says so
         self._seeds = random.Random(config.seed)
         self._deadlines = 0  # live sequences that have one
 
@@ -118,26 +125,19 @@ class Engine:
         """Queues a request; `params.n` > 1 becomes that many sequences with the same id and an `index` each.
 
         Raises RequestError: INVALID_ARGUMENT for a prompt or limit that cannot be served, ALREADY_EXISTS for an id
-        that is live, RESOURCE_EXHAUSTED when the queue is full.
+        that is live, RESOURCE_EXHAUSTED when the queue is full or too long.
         """
-        params = request.params
+        params, now_s = request.params, self.clock()
         if request.request_id in self._live:
             raise RequestError(
                 ErrorCode.ALREADY_EXISTS,
                 f"request_id={request.request_id!r} is live; use another, or none for a new one",
             )
-        max_total = self._max_total_tokens(request)
-        vocab = self.model_config.vocab_size
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            bad = next((i for i in ids if not 0 <= i < vocab), None)
-            if bad is not None:
-                raise invalid(f"{name} names token {bad}: ids of this model are in [0, vocab_size={vocab})")
-        if params.stop and self.tokenizer is None:
-            raise invalid("stop needs a tokenizer and this engine has none; use stop_token_ids")
-        self.scheduler.check_room(request.tenant, params.n)
+        max_total = self._bounds.check(request)
+        params, max_total = self.control.promise(params, request.num_prompt_tokens, max_total)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            stop_ids |= frozenset(i for i in self.model_config.eos_token_ids if i < vocab)  # a tokenizer may have more
+            stop_ids |= self._bounds.eos_ids
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         sequences: list[_Sequence] = []
         for index in range(params.n):
@@ -147,7 +147,7 @@ class Engine:
                 prompt_token_ids=request.prompt_token_ids,
                 params=params,
                 cache_salt=request.cache_salt,
-                arrival_s=request.arrival_s or self.clock(),
+                arrival_s=request.arrival_s or now_s,
                 priority=request.priority,
                 tenant=request.tenant,
                 session_id=request.session_id,
@@ -158,7 +158,7 @@ class Engine:
                 stop_ids=stop_ids,
                 max_total_tokens=max_total,
             )
-            self.scheduler.add(child)
+            self.scheduler.describe(child)
             sequences.append(
                 _Sequence(
                     request=child,
@@ -166,47 +166,14 @@ class Engine:
                     prompt_logprobs=None if params.prompt_logprobs is None else [None],
                 )
             )
+        for shed in self.control.admit(now_s, [sequence.request for sequence in sequences]):
+            self.scheduler.finish(shed, keep=False)
+            self._shed.append((self._by_request[shed.request_id], self.control.shed_error()))
+        for sequence in sequences:
+            self.scheduler.add(sequence.request)
         self._deadlines += request.deadline_s is not None
         self._live[request.request_id] = sequences
         self._by_request.update((s.request.request_id, s) for s in sequences)
-
-    def _max_total_tokens(self, request: Request) -> int:
-        """Prompt and output tokens the request may reach. Raises RequestError if it cannot even draw one token."""
-        ids, params, vocab = request.prompt_token_ids, request.params, self.model_config.vocab_size
-        if not ids:
-            raise invalid("the prompt is empty: give at least one token")
-        if len(ids) >= self.max_model_len:
-            raise invalid(
-                f"the prompt has {len(ids)} tokens, and with one token of output exceeds "
-                f"max_model_len={self.max_model_len}"
-            )
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= vocab:
-            raise invalid(
-                f"prompt token {low if low < 0 else high} is not a token: ids of this model are in "
-                f"[0, vocab_size={vocab})"
-            )
-        scheduler = self.config.scheduler
-        if not scheduler.enable_chunked_prefill and len(ids) > scheduler.max_num_batched_tokens:
-            raise invalid(
-                f"the prompt has {len(ids)} tokens, more than "
-                f"max_num_batched_tokens={scheduler.max_num_batched_tokens}, and enable_chunked_prefill is off"
-            )
-        most = self.runner.spec.max_request_tokens
-        total = min(self.max_model_len, len(ids) + (params.max_tokens or self.max_model_len))
-        if params.max_tokens is None:
-            total = min(total, most)
-        if total > most or len(ids) >= most:
-            raise invalid(
-                f"prompt and max_tokens make {max(total, len(ids) + 1)} tokens, and the cache holds {most}: raise "
-                "num_gpu_blocks_override or cache_memory_bytes, or ask for less"
-            )
-        if params.min_tokens > total - len(ids):
-            raise invalid(
-                f"min_tokens={params.min_tokens} is more than the {total - len(ids)} tokens that "
-                f"max_model_len={self.max_model_len} leaves after the prompt"
-            )
-        return total
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request without an event; its pages return at once. False if it was not live."""
@@ -218,11 +185,11 @@ class Engine:
         return True
 
     def has_work(self) -> bool:
-        return self.scheduler.num_live > 0 or bool(self._in_flight)
+        return self.scheduler.num_live > 0 or bool(self._in_flight) or bool(self._shed)
 
     def wake_s(self) -> float | None:
         """When, on the engine's clock, to step again although nothing arrives; None: at once if there is work."""
-        return None if self._in_flight else self.scheduler.wake_s
+        return None if self._in_flight or self._shed else self.scheduler.wake_s
 
     # --- the loop ------------------------------------------------------------------------------
 
@@ -233,19 +200,27 @@ class Engine:
         """
         self.leader.check()
         events = self._expire()
-        plan = self.scheduler.schedule(self.clock())
+        now_s = self.clock()
+        self.control.begin_step(now_s)
+        plan = self.scheduler.schedule(now_s)
         if plan.rows:
             output = self.runner.dispatch(plan)
             self.scheduler.dispatched(plan)
-            self._in_flight.append(_InFlight(plan, output))
+            num_rows = max(len(shard.running) for shard in self.scheduler.shards)
+            self._in_flight.append(_InFlight(plan, output, now_s, num_rows))
         if len(self._in_flight) > 1 or (self._in_flight and not plan.rows):
             events += self._complete(self._in_flight.popleft())
         return events
 
     def _expire(self) -> list[TokenEvent]:
+        """Ends what was shed, and what has passed its deadline."""
+        shed, self._shed, events = self._shed, [], []
+        for sequence, error in shed:
+            if self._by_request.get(sequence.request.request_id) is sequence:  # not cancelled meanwhile
+                self._end(sequence, keep=False)
+                events.append(self._event(sequence, error=error))
         if not self._deadlines:
-            return []
-        events = []
+            return events
         for request in self.scheduler.expired(self.clock()):
             sequence = self._by_request[request.request_id]
             state = request.status.value
@@ -259,6 +234,7 @@ class Engine:
 
     def _complete(self, step: _InFlight) -> list[TokenEvent]:
         output = self.runner.read(step.output)
+        now_s = self.clock()
         events, token = [], 0
         for r, row in enumerate(step.plan.rows):
             sequence = self._by_request.get(row.request.request_id)
@@ -266,8 +242,10 @@ class Engine:
                 if sequence.prompt_logprobs is not None:
                     _add_prompt_logprobs(sequence, row, output, token)
                 if row.samples and self.scheduler.complete(row, int(output.tokens[r])):
+                    self.control.token(row.request, now_s)
                     events.append(self._advance(sequence, output, r))
             token += row.num_new
+        self.control.end_step(now_s, step.sent_s, step.plan, step.num_rows)
         return events
 
     def _advance(self, sequence: _Sequence, output: StepOutput, r: int) -> TokenEvent:
@@ -343,6 +321,7 @@ class Engine:
             kv_cache_usage=max(cache.usage for cache in caches),
             num_compiles_after_warm_up=COMPILES.after_warm_up,
             **asdict(self.scheduler.counters),
+            **asdict(self.control.stats()),
         )
 
     def reset_prefix_cache(self) -> None:

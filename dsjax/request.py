@@ -155,6 +155,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # ids that end it: stop_token_ids, and EOS unless ignored; set at add
     max_total_tokens: int = 0  # prompt and output together; set at add
     num_prefill_tokens: int = 0  # tokens it had when it got its slot
+    token_s: float = 0.0  # when its last token was read
     first_of_stay: bool = True  # no step dispatched since it got its slot
 
     def __post_init__(self):

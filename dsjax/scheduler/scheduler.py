@@ -72,17 +72,21 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. RequestError(RESOURCE_EXHAUSTED) if the queue, or its tenant's part of it, is full."""
         self.check_room(request.tenant, 1)
-        request.number = self.counters.num_requests
-        limit = request.params.max_tokens or request.max_total_tokens - request.num_prompt_tokens
-        request.expected_tokens = request.num_prompt_tokens + min(limit, round(self._mean_output))
-        request.path = policy.path_of(self.config, request.expected_tokens)
-        request.key_s = request.arrival_s + policy.handicap_s(self.config, request)
+        self.describe(request)
         self.waiting.add(request)
         self.counters.num_requests += 1
 
-    def check_room(self, tenant: str, num: int) -> None:
-        """RequestError(RESOURCE_EXHAUSTED) if `num` more requests of the tenant cannot wait."""
-        waiting, most = len(self.waiting), self.config.max_num_waiting
+    def describe(self, request: Request) -> None:
+        """Sets what its place in the queue depends on."""
+        request.number = self.counters.num_requests
+        most = request.max_total_tokens - request.num_prompt_tokens
+        request.expected_tokens = request.num_prompt_tokens + min(most, round(self._mean_output))
+        request.path = policy.path_of(self.config, request.expected_tokens)
+        request.key_s = request.arrival_s + policy.handicap_s(self.config, request)
+
+    def check_room(self, tenant: str, num: int, num_leaving: int = 0) -> None:
+        """RequestError(RESOURCE_EXHAUSTED) if `num` more requests of the tenant cannot wait once some have left."""
+        waiting, most = len(self.waiting) - num_leaving, self.config.max_num_waiting
         if waiting + num > most:
             raise RequestError(
                 ErrorCode.RESOURCE_EXHAUSTED,

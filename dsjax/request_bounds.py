@@ -1,0 +1,79 @@
+"""What a request may ask of an engine; checked before it is queued.  [no jax]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsjax.cache.spec import CacheSpec
+from dsjax.config import EngineConfig, ModelConfig, SchedulerConfig
+from dsjax.errors import invalid
+from dsjax.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestBounds:
+    """Of one engine: of its model, its cache and its steps."""
+
+    scheduler: SchedulerConfig
+    vocab_size: int
+    eos_ids: frozenset[int]  # those that the model knows
+    max_model_len: int
+    max_request_tokens: int  # that the cache holds of one request
+    has_tokenizer: bool
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, model: ModelConfig, spec: CacheSpec, max_model_len: int, has_tokenizer: bool
+    ) -> RequestBounds:
+        return cls(
+            scheduler=config.scheduler,
+            vocab_size=model.vocab_size,
+            eos_ids=frozenset(i for i in model.eos_token_ids if i < model.vocab_size),  # a tokenizer may have more
+            max_model_len=max_model_len,
+            max_request_tokens=spec.max_request_tokens,
+            has_tokenizer=has_tokenizer,
+        )
+
+    def check(self, request: Request) -> int:
+        """Prompt and output tokens the request may reach. RequestError(INVALID_ARGUMENT) if it cannot be served."""
+        ids, params, vocab = request.prompt_token_ids, request.params, self.vocab_size
+        if not ids:
+            raise invalid("the prompt is empty: give at least one token")
+        if len(ids) >= self.max_model_len:
+            raise invalid(
+                f"the prompt has {len(ids)} tokens, and with one token of output exceeds "
+                f"max_model_len={self.max_model_len}"
+            )
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocab:
+            raise invalid(
+                f"prompt token {low if low < 0 else high} is not a token: ids of this model are in "
+                f"[0, vocab_size={vocab})"
+            )
+        scheduler = self.scheduler
+        if not scheduler.enable_chunked_prefill and len(ids) > scheduler.max_num_batched_tokens:
+            raise invalid(
+                f"the prompt has {len(ids)} tokens, more than "
+                f"max_num_batched_tokens={scheduler.max_num_batched_tokens}, and enable_chunked_prefill is off"
+            )
+        most = self.max_request_tokens
+        total = min(self.max_model_len, len(ids) + (params.max_tokens or self.max_model_len))
+        if params.max_tokens is None:
+            total = min(total, most)
+        if total > most or len(ids) >= most:
+            raise invalid(
+                f"prompt and max_tokens make {max(total, len(ids) + 1)} tokens, and the cache holds {most}: raise "
+                "num_gpu_blocks_override or cache_memory_bytes, or ask for less"
+            )
+        if params.min_tokens > total - len(ids):
+            raise invalid(
+                f"min_tokens={params.min_tokens} is more than the {total - len(ids)} tokens that "
+                f"max_model_len={self.max_model_len} leaves after the prompt"
+            )
+        for name, named in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            bad = next((i for i in named if not 0 <= i < vocab), None)
+            if bad is not None:
+                raise invalid(f"{name} names token {bad}: ids of this model are in [0, vocab_size={vocab})")
+        if params.stop and not self.has_tokenizer:
+            raise invalid("stop needs a tokenizer and this engine has none; use stop_token_ids")
+        return total

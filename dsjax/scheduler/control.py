@@ -1,0 +1,174 @@
+"""What stands between the engine and its scheduler under load: feedback, admission, shedding, degradation.  [no jax]"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dsjax.config import EngineConfig
+from dsjax.errors import ErrorCode, RequestError
+from dsjax.request import Path, Request, SamplingParams
+from dsjax.scheduler.feedback import Controller
+from dsjax.scheduler.overload import Degradation, Ladder, ServiceRate, to_shed, tokens_ahead
+from dsjax.scheduler.plan import StepPlan
+from dsjax.scheduler.scheduler import Scheduler
+
+MIN_RETRY_S = 1.0  # nobody is told to come back sooner
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlStats:
+    """Gauges now, and totals since the start."""
+
+    limit_num_batched_tokens: int  # of a step of each data shard
+    limit_num_seqs: int  # rows of each data shard
+    num_limit_changes: int
+    predicted_wait_s: float  # of a new request that goes behind all that wait; 0 while no rate is known
+    degrade_level: int
+    num_degrade_changes: int
+    num_refused: int  # requests that never waited, for what waits or for their length
+    num_shed: int  # sequences that waited and were given up
+
+
+class Control:
+    """Asked by the engine when a request comes, told of each step and token."""
+
+    def __init__(self, config: EngineConfig, scheduler: Scheduler):
+        self.config, self.scheduler = config, scheduler
+        self.controller = Controller(config.feedback, config.scheduler)
+        self.ladder = Ladder(config.overload, config.scheduler)
+        self.rate = ServiceRate()
+        self.num_refused = self.num_shed = 0
+        self._weights = {tenant.name: tenant.weight for tenant in config.scheduler.tenants}
+        self._read_s = 0.0  # when the last step was read
+        self._num_cached = 0  # scheduler's counter at that time
+        scheduler.limits = self.controller.limits
+
+    # --- a new request ---------------------------------------------------------------------------
+
+    def promise(self, params: SamplingParams, num_prompt: int, max_total: int) -> tuple[SamplingParams, int]:
+        """What a new request gets of its parameters and of the tokens it may reach."""
+        return self.ladder.params(params), num_prompt + self.ladder.max_output(params, max_total - num_prompt)
+
+    def admit(self, now_s: float, new: Sequence[Request]) -> list[Request]:
+        """Lets the sequences of a new request in, once those returned are shed (see `shed_error`).
+
+        Raises RequestError(RESOURCE_EXHAUSTED) if they cannot wait, or would too long.
+        """
+        try:
+            return self._admit(now_s, new)
+        except RequestError:
+            self.num_refused += 1
+            raise
+
+    def _admit(self, now_s: float, new: Sequence[Request]) -> list[Request]:
+        first, overload, scheduler = new[0], self.config.overload, self.scheduler
+        if first.path is Path.COLD and self.ladder.level >= Degradation.NO_COLD:
+            raise RequestError(
+                ErrorCode.RESOURCE_EXHAUSTED,
+                f"prompt and expected output make {first.expected_tokens} tokens, and under load requests of "
+                f"warm.max_tokens={self.config.scheduler.warm.max_tokens} and more are refused (enable_degradation)",
+                max(overload.degrade_after_s, MIN_RETRY_S),
+            )
+        most = self.config.scheduler.max_num_waiting
+
+        def fits(left: Sequence[Request]) -> bool:
+            return len(left) + len(new) <= most and self._late(now_s, first, left) is None
+
+        is_full = len(scheduler.waiting) + len(new) > most
+        late = self._late(now_s, first, scheduler.waiting)
+        shed: list[Request] = []
+        if (is_full or late is not None) and overload.enable_shedding:
+            shed = to_shed(list(scheduler.waiting), new, self._weight_of, fits)
+        if late is not None and not is_full and not shed:
+            raise late
+        try:
+            scheduler.check_room(first.tenant, len(new), len(shed))
+        except RequestError as error:
+            error.retry_after_s = self._retry_s(sum(r.expected_tokens for r in new))
+            raise
+        self.num_shed += len(shed)
+        return shed
+
+    def _late(self, now_s: float, request: Request, waiting: Iterable[Request]) -> RequestError | None:
+        """Why the request had better not wait behind those; None if it may."""
+        limit_s = self.config.overload.max_predicted_wait_s
+        wait_s = self.rate.seconds(tokens_ahead(waiting, request, self._weight_of)) if limit_s else None
+        if wait_s is None:
+            return None
+        left_s = limit_s if request.deadline_s is None else request.deadline_s - now_s
+        if wait_s <= min(limit_s, left_s):
+            return None
+        what = f"the limit max_predicted_wait_s={limit_s:g}" if limit_s <= left_s else f"its deadline in {left_s:.1f} s"
+        return RequestError(
+            ErrorCode.RESOURCE_EXHAUSTED,
+            f"the request would wait {wait_s:.1f} s, longer than {what}; retry later",
+            max(wait_s - max(min(limit_s, left_s), 0.0), MIN_RETRY_S),
+        )
+
+    def shed_error(self) -> RequestError:
+        """How a shed request ends."""
+        most = self.config.scheduler.max_num_waiting
+        return RequestError(
+            ErrorCode.RESOURCE_EXHAUSTED,
+            f"given up while waiting, for a more urgent request (enable_shedding): {len(self.scheduler.waiting)} wait, "
+            f"the limit max_num_waiting={most}; retry later",
+            self._retry_s(sum(r.expected_tokens for r in self.scheduler.waiting)),
+        )
+
+    def _retry_s(self, num_tokens: int) -> float:
+        return max(self.rate.seconds(num_tokens) or 0.0, MIN_RETRY_S)
+
+    def _weight_of(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    # --- steps -------------------------------------------------------------------------------------
+
+    def begin_step(self, now_s: float) -> None:
+        """Before each step is planned: sets the scheduler's limits."""
+        if self.config.overload.enable_degradation:
+            self.ladder.update(now_s, self._load())
+        elif not self.controller.enabled:
+            return
+        self.scheduler.limits = self.ladder.limits(self.controller.limits)
+
+    def _load(self) -> float:
+        """What waits as part of what may: requests, or seconds where there is a limit or a target."""
+        limits_s = (self.config.overload.max_predicted_wait_s, self.config.feedback.target_ttft_ms / 1000)
+        limits = [limit_s for limit_s in limits_s if limit_s]
+        load = len(self.scheduler.waiting) / self.config.scheduler.max_num_waiting
+        return max(load, self._wait_s() / min(limits)) if limits else load
+
+    def _wait_s(self) -> float:
+        return self.rate.seconds(sum(request.expected_tokens for request in self.scheduler.waiting)) or 0.0
+
+    def token(self, request: Request, now_s: float) -> None:
+        """A request got a token."""
+        if not self.controller.enabled:
+            return
+        if request.num_output_tokens == 1:
+            self.controller.first_token(now_s - request.arrival_s)
+        else:
+            self.controller.next_token(now_s - request.token_s)
+        request.token_s = now_s
+
+    def end_step(self, now_s: float, sent_s: float, plan: StepPlan, num_rows: int) -> None:
+        """A step was read, sent at `sent_s` with `num_rows` running on the data shard that had most."""
+        step_s, self._read_s = now_s - max(sent_s, self._read_s), now_s
+        num_cached, self._num_cached = self._num_cached, self.scheduler.counters.num_cached_tokens
+        if self.scheduler.waiting:
+            self.rate.step(step_s, plan.num_tokens + self._num_cached - num_cached)
+        self.controller.step(now_s, step_s, max(part.num_tokens for part in plan.shards), num_rows)
+
+    def stats(self) -> ControlStats:
+        limits = self.scheduler.limits
+        return ControlStats(
+            limit_num_batched_tokens=limits.max_num_batched_tokens,
+            limit_num_seqs=limits.max_num_seqs,
+            num_limit_changes=self.controller.num_raised + self.controller.num_lowered,
+            predicted_wait_s=self._wait_s(),
+            degrade_level=int(self.ladder.level),
+            num_degrade_changes=self.ladder.num_changes,
+            num_refused=self.num_refused,
+            num_shed=self.num_shed,
+        )
