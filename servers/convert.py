@@ -6,9 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import grpc
 
-from dsjax.errors import ErrorCode, RequestError
+from dsjax.errors import ErrorCode, RequestError, invalid
 from dsjax.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from servers.proto.dsjax.v1 import inference_pb2 as pb
+
+MAX_NAME_CHARS = 256  # of request ids, tenants and sessions
+MIN_PRIORITY, MAX_PRIORITY = -16, 15
+MAX_INTERACTIVE_TIMEOUT_S = 86400.0
 
 STATUS = {code: grpc.StatusCode[code.value] for code in ErrorCode}
 
@@ -24,6 +28,31 @@ _OPTIONAL = (
     "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed min_tokens max_tokens "
     "ignore_eos include_stop_str_in_output skip_special_tokens logprobs prompt_logprobs"
 ).split()
+
+
+def check_request(message: pb.GenerateRequest) -> None:
+    """The fields besides prompt and sampling parameters. Raises RequestError(INVALID_ARGUMENT)."""
+    if message.HasField("stream_interval") and message.stream_interval < 1:
+        raise invalid("stream_interval=0 is not allowed: it must be 1 or more, or absent")
+    for name in ("request_id", "tenant", "session_id"):
+        check_name(name, getattr(message, name))
+    if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
+        raise invalid(f"priority={message.priority} is not allowed: it must be in [{MIN_PRIORITY}, {MAX_PRIORITY}]")
+    if not 0 <= message.interactive_timeout_s <= MAX_INTERACTIVE_TIMEOUT_S:
+        raise invalid(
+            f"interactive_timeout_s={message.interactive_timeout_s} is not allowed: it must be in "
+            f"[0, {MAX_INTERACTIVE_TIMEOUT_S:g}], 0 for none"
+        )
+    if message.interactive_timeout_s and not (message.request_id.isascii() and message.request_id.isprintable()):
+        raise invalid(
+            f"request_id={message.request_id!r} is not allowed with interactive_timeout_s: as job-id it travels in "
+            "metadata, so it must be printable ASCII"
+        )
+
+
+def check_name(field: str, name: str) -> None:
+    if len(name) > MAX_NAME_CHARS:
+        raise invalid(f"{field} has {len(name)} characters: at most {MAX_NAME_CHARS} are allowed")
 
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
@@ -94,4 +123,11 @@ def check_size(message: Message, max_message_bytes: int, what: str, remedy: str)
         )
 
 
-Message = pb.GenerateRequest | pb.GenerateResponse | pb.TokenizeRequest | pb.DetokenizeRequest
+Message = (
+    pb.GenerateRequest
+    | pb.GenerateResponse
+    | pb.PrefetchRequest
+    | pb.GetResultResponse
+    | pb.TokenizeRequest
+    | pb.DetokenizeRequest
+)

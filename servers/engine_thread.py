@@ -6,8 +6,8 @@
     abort(id), call(f) --- ... ----+                                               |
     EventStream.deliver  <------ call_soon_threadsafe, once a step <---------------+
 
-The thread sleeps on the inbox while the engine has no work. Whatever it raises ends every stream, and every later
-command, with INTERNAL: nobody waits for a thread that is gone.
+The thread sleeps on the inbox while the engine has no work, or wants none before some time (`Engine.wake_s`). Whatever
+it raises ends every stream, and every later command, with INTERNAL: nobody waits for a thread that is gone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import enum
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 from dsjax.errors import ConfigError, ErrorCode, RequestError
 from dsjax.request import FinishReason, Request, TokenEvent
-from servers.streams import EventStream
+from servers.streams import EventStream, Keeper
 
 log = logging.getLogger("dsjax.engine_thread")
 T = TypeVar("T")
@@ -36,12 +37,14 @@ class EngineLike(Protocol):
     model_config: Any
     tokenizer: Any
     max_model_len: int
+    clock: Callable[[], float]
 
     def warm_up(self, progress: bool = False) -> None: ...
     def add(self, request: Request) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
     def step(self) -> list[TokenEvent]: ...
     def has_work(self) -> bool: ...
+    def wake_s(self) -> float | None: ...
     def stats(self) -> Any: ...
     def watch(self, fail: Callable[[BaseException], None]) -> None: ...
     def close(self, error: BaseException | None = None) -> None: ...
@@ -106,6 +109,7 @@ class EngineThread:
         self._stopping = False  # guarded by _lock
         self._live: dict[str, _Live] = {}  # engine thread only
         self._engine: EngineLike | None = None
+        self._step_began_s: float | None = None  # written by the engine thread, time.monotonic; None between steps
 
     # --- event loop ----------------------------------------------------------------------------
 
@@ -125,12 +129,17 @@ class EngineThread:
         assert self._engine is not None, "the engine is not loaded"
         return self._engine
 
-    def submit(self, request: Request, *, max_unread_tokens: int = 0) -> EventStream:
+    @property
+    def step_s(self) -> float:
+        """How long the step that runs now has taken so far; 0 between steps."""
+        return 0.0 if (began_s := self._step_began_s) is None else time.monotonic() - began_s
+
+    def submit(self, request: Request, *, max_unread_tokens: int = 0, keeper: Keeper | None = None) -> EventStream:
         """Queues `request`. A refusal comes from the stream, as everything else does.
 
-        Whoever submits must call `cancel(stream)` in the end, in a `finally`.
+        Whoever submits must call `cancel(stream)` in the end, in a `finally`; or else waits for `stream.closed`.
         """
-        stream = EventStream(request, max_unread_tokens=max_unread_tokens)
+        stream = EventStream(request, max_unread_tokens=max_unread_tokens, keeper=keeper)
         self._post(_Add(stream))
         return stream
 
@@ -233,7 +242,9 @@ class EngineThread:
             self._on_loop(_set_result, self._ready, None)
             while self._do_commands(engine):
                 if engine.has_work():
-                    self._hand_over(engine, engine.step())
+                    self._step_began_s = time.monotonic()
+                    events, self._step_began_s = engine.step(), None
+                    self._hand_over(engine, events)
         except BaseException as raised:  # also SystemExit: no caller may be left waiting
             error = raised
             if not (isinstance(raised, ConfigError) and self.state is not State.SERVING):
@@ -246,10 +257,10 @@ class EngineThread:
         self._on_loop(self._on_state, state)
 
     def _do_commands(self, engine: EngineLike) -> bool:
-        """Waits for commands if there is no work, runs all there are; False when the thread is to stop."""
+        """Waits for commands or work, runs all commands there are; False when the thread is to stop."""
         with self._lock:
-            while not self._inbox and not self._stopping and not engine.has_work():
-                self._lock.wait()
+            while not self._inbox and not self._stopping and (sleep_s := _sleep_s(engine)) != 0:
+                self._lock.wait(sleep_s)
             if self._stopping:
                 return False
             commands = list(self._inbox)
@@ -280,6 +291,8 @@ class EngineThread:
                     self._end(stream, _internal("the request could not be queued", error))
                 else:
                     self._live[request.request_id] = _Live(stream, dict.fromkeys(range(request.params.n)))
+                    if stream.keeper is not None:
+                        self._on_loop(stream.accepted.set)
             case _Cancel(stream):
                 live = self._live.get(stream.request.request_id)
                 if live is not None and live.stream is stream:
@@ -350,6 +363,14 @@ class EngineThread:
                 self.cancel(stream)
             if last:
                 stream.close()
+
+
+def _sleep_s(engine: EngineLike) -> float | None:
+    """How long a thread without commands may sleep; 0 is not at all, None until one comes."""
+    if not engine.has_work():
+        return None
+    wake_s = engine.wake_s()
+    return 0 if wake_s is None else max(0.0, wake_s - engine.clock())
 
 
 def _internal(what: str, error: BaseException) -> RequestError:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dsjax.chat import ChatStrings, ReplyParser, encode_chat
@@ -26,10 +27,14 @@ class Prompt:
     token_ids: list[int]
     params: SamplingParams
     chat_parser: Callable[[], ReplyParser] | None = None  # makes the parser of one answer
+    call_id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")  # what the ids of tool calls begin with
 
 
 def of_generate(
-    engine: EngineLike, strings: ChatStrings, message: pb.GenerateRequest, params: SamplingParams
+    engine: EngineLike,
+    strings: ChatStrings,
+    message: pb.GenerateRequest | pb.PrefetchRequest,
+    params: SamplingParams,
 ) -> Prompt:
     """The prompt of a Generate call; `strings` are the model folder's. Raises RequestError(INVALID_ARGUMENT)."""
     match message.WhichOneof("prompt"):
@@ -65,20 +70,28 @@ def detokenize(engine: EngineLike, token_ids: list[int], skip_special_tokens: bo
     return tokenizer_of(engine, "token_ids").decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
-def chat_delta(parser: ReplyParser, event: TokenEvent) -> pb.ChatDelta:
-    """What `event.text` means; the last event also gives out what the parser held back."""
-    deltas = [parser.feed(event.text)]
-    if event.finished:
-        deltas.append(parser.finish())
-    return pb.ChatDelta(
-        reasoning_content="".join(delta.reasoning for delta in deltas),
-        content="".join(delta.content for delta in deltas),
-        tool_calls=[_tool_call(call) for delta in deltas for call in delta.tool_calls],
-    )
+class ChatAnswer:
+    """Reads one answer to a chat. Who reads it again finds tool calls of the same ids."""
 
+    def __init__(self, prompt: Prompt, index: int):
+        assert prompt.chat_parser is not None
+        self._parser = prompt.chat_parser()
+        self._call_ids = (f"{prompt.call_id}_{index}_{number}" for number in itertools.count())
 
-def _tool_call(call: Any) -> pb.ToolCall:
-    return pb.ToolCall(id=f"call_{uuid.uuid4().hex}", name=call.name, arguments=call.arguments)
+    def delta(self, event: TokenEvent) -> pb.ChatDelta:
+        """What `event.text` means; the last event also gives out what the parser held back."""
+        deltas = [self._parser.feed(event.text)]
+        if event.finished:
+            deltas.append(self._parser.finish())
+        return pb.ChatDelta(
+            reasoning_content="".join(delta.reasoning for delta in deltas),
+            content="".join(delta.content for delta in deltas),
+            tool_calls=[
+                pb.ToolCall(id=next(self._call_ids), name=call.name, arguments=call.arguments)
+                for delta in deltas
+                for call in delta.tool_calls
+            ],
+        )
 
 
 def _mode(chat: pb.ChatPrompt) -> str:

@@ -61,8 +61,7 @@ class Server:
         self.thread = EngineThread(make_engine, progress=True, on_state=self._on_state)
         self.service = InferenceService(
             self.thread,
-            max_message_bytes=config.max_message_bytes,
-            max_unread_tokens=config.max_unread_tokens,
+            config,
             config_json=config_json,
             chat_strings=chat_strings or ChatStrings(),
             version=_version(),
@@ -103,7 +102,8 @@ class Server:
         await self._settle()
 
     async def drain(self, grace_period_s: float | None = None) -> bool:
-        """Shuts down: health first, then no new calls, then the live ones finish or are ended after the grace period.
+        """Shuts down: health first, then no new requests, then live calls and jobs finish, or are ended after the
+        grace period.
 
         Returns False when the engine thread did not end in time, so that the process must not wait for it.
         """
@@ -111,18 +111,18 @@ class Server:
         await self._settle()
         await self._health.enter_graceful_shutdown()
         self.service.drain()
-        if not await _within(self.service.idle, grace_s):
+        if not await _within(self.service.requests.idle, grace_s):
             self.end_streams(f"grace_period_s={grace_s} was over")
-            await _within(self.service.idle, FLUSH_S)  # longer only for a client that does not read
+            await _within(self.service.requests.idle, FLUSH_S)  # longer only for a client that does not read
         await self._server.stop(FLUSH_S)
-        self.service.close()
+        self.service.requests.close()
         busy = self.thread.state in (State.LOADING, State.WARMING)
         return await self.thread.stop(0 if busy else ENGINE_STOP_S)
 
     def end_streams(self, why: str) -> None:
-        """Ends every live call with UNAVAILABLE."""
+        """Ends every live call and job with UNAVAILABLE."""
         message = f"the server shut down before the answer was complete: {why}"
-        self.service.end_streams(RequestError(ErrorCode.UNAVAILABLE, message))
+        self.service.end_all(RequestError(ErrorCode.UNAVAILABLE, message))
 
     def _on_state(self, state: State) -> None:
         log.info("the engine is %s", state.value)

@@ -2,6 +2,8 @@
 
 Everything here runs on the event loop. Events that the caller has not taken yet are merged, so a slow client costs the
 memory of its tokens, not of messages, and at most `max_unread_tokens` of those; no other stream waits for it.
+
+The stream of a job also keeps all that ever came, taken or not, so that a call that turns into a job loses nothing.
 """
 
 from __future__ import annotations
@@ -9,14 +11,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from dsjax.errors import ErrorCode, RequestError
 from dsjax.request import Request, TokenEvent, TokenLogprobs
 
 
+class Keeper(Protocol):
+    """Who answers for what a stream keeps."""
+
+    def grow(self, num_values: int) -> RequestError | None:
+        """So many ids and log-probabilities came. An error drops what is kept and ends the stream: there is no room."""
+        ...
+
+    def ended(self) -> None:
+        """Nothing more will come, and the engine holds nothing of the request."""
+        ...
+
+
 @dataclass
-class _Unread:
-    """The merged events of one index that nobody has taken."""
+class _Merged:
+    """The merged events of one index: those that nobody has taken, or all."""
 
     last: TokenEvent
     token_ids: list[int] = field(default_factory=list)
@@ -24,15 +39,13 @@ class _Unread:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
-    def add(self, event: TokenEvent) -> int:
-        """Returns the number of ids and log-probabilities added."""
+    def add(self, event: TokenEvent) -> None:
         self.last = event
         self.token_ids += event.token_ids
         self.text.append(event.text)
         self.logprobs += event.logprobs
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
-        return len(event.token_ids) + sum(1 + len(entry.top) for entry in event.logprobs)
 
     def merged(self) -> TokenEvent:
         last = self.last
@@ -54,14 +67,19 @@ class _Unread:
 class EventStream:
     """The events of one request (all `params.n` of it), from `EngineThread.submit`.
 
-    `max_unread_tokens` 0 is no limit, for callers that want the whole answer at once anyway.
+    `max_unread_tokens` 0 is no limit, for callers that want the whole answer at once anyway. With a `keeper` all that
+    comes is kept.
     """
 
-    def __init__(self, request: Request, *, max_unread_tokens: int = 0):
+    def __init__(self, request: Request, *, max_unread_tokens: int = 0, keeper: Keeper | None = None):
         self.request = request
+        self.accepted = asyncio.Event()  # the engine has queued the request; only set if there is a keeper
         self.closed = asyncio.Event()  # nothing more will come, and the engine holds nothing of the request
+        self.keeper = keeper
+        self._kept: dict[int, _Merged] = {}
+        self._detached = False  # nobody will take anything
         self._max_unread = max_unread_tokens
-        self._unread: dict[int, _Unread] = {}
+        self._unread: dict[int, _Merged] = {}
         self._num_unread = 0
         self._error: RequestError | None = None
         self._news = asyncio.Event()
@@ -75,10 +93,16 @@ class EventStream:
             if event.error is not None:
                 self.fail(event.error)
                 return True
-            unread = self._unread.get(event.index)
-            if unread is None:
-                unread = self._unread[event.index] = _Unread(event)
-            self._num_unread += unread.add(event)
+            if self.keeper is not None:
+                _add(self._kept, event)
+                error = self.keeper.grow(_num_values(event) + _num_logprobs(event.prompt_logprobs or ()))
+                if error is not None:
+                    self._kept.clear()
+                    self.fail(error)
+                    return False
+            if not self._detached:
+                _add(self._unread, event)
+                self._num_unread += _num_values(event)
         self._news.set()
         if self._max_unread and self._num_unread > self._max_unread:
             message = (
@@ -98,8 +122,26 @@ class EventStream:
 
     def close(self) -> None:
         """Says that nothing more will come."""
+        if self.closed.is_set():
+            return
         self.closed.set()
         self._news.set()
+        if self.keeper is not None:
+            self.keeper.ended()
+
+    @property
+    def error(self) -> RequestError | None:
+        return self._error
+
+    def detach(self) -> None:
+        """From now on nobody takes events; they are only kept."""
+        self._detached = True
+        self._unread.clear()
+        self._num_unread = 0
+
+    def whole(self) -> list[TokenEvent]:
+        """Everything that was kept, one merged event for each index that has some."""
+        return [kept.merged() for _, kept in sorted(self._kept.items())]
 
     async def take(self, interval: int = 1) -> list[TokenEvent]:
         """Waits for news and returns one merged event for each index that has some; [] once all is taken.
@@ -114,19 +156,14 @@ class EventStream:
             if due:
                 events = [self._unread.pop(index).merged() for index in sorted(due)]
                 self._started.update(due)
-                if not self._unread:
-                    self._num_unread = 0
-                else:
-                    self._num_unread -= sum(
-                        len(e.token_ids) + sum(1 + len(entry.top) for entry in e.logprobs) for e in events
-                    )
+                self._num_unread -= sum(map(_num_values, events))
                 return events
             if self.closed.is_set():
                 return []
             self._news.clear()
             await self._news.wait()
 
-    def _due(self, unread: _Unread, interval: int) -> bool:
+    def _due(self, unread: _Merged, interval: int) -> bool:
         last = unread.last
         return last.finished or last.index not in self._started or len(unread.token_ids) >= interval
 
@@ -140,3 +177,18 @@ class EventStream:
         events = [unread.merged() for _, unread in sorted(self._unread.items())]
         self._unread.clear()
         return events
+
+
+def _add(merged: dict[int, _Merged], event: TokenEvent) -> None:
+    if event.index not in merged:
+        merged[event.index] = _Merged(event)
+    merged[event.index].add(event)
+
+
+def _num_values(event: TokenEvent) -> int:
+    """Ids and log-probabilities of an event's tokens."""
+    return len(event.token_ids) + _num_logprobs(event.logprobs)
+
+
+def _num_logprobs(entries: Iterable[TokenLogprobs | None]) -> int:
+    return sum(1 + len(entry.top) for entry in entries if entry is not None)

@@ -90,6 +90,7 @@ class FakeEngine:
         self.model_config = MODEL
         self.tokenizer: FakeTokenizer | None = FakeTokenizer()
         self.max_model_len = max_model_len
+        self.clock = time.monotonic
         self.num_pages = max_num_seqs + max_num_waiting
         self.gate = threading.Event()
         self.gate.set()
@@ -138,6 +139,12 @@ class FakeEngine:
 
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
+
+    def wake_s(self) -> float | None:
+        return None
+
+    def prefetch(self, *, token_ids: Sequence[int], session_id: str, cache_salt: str) -> None:
+        self.log.append(("prefetch", f"{list(token_ids)} {session_id!r} {cache_salt!r}"))
 
     def step(self) -> list[TokenEvent]:
         if not self.gate.is_set():

@@ -39,7 +39,7 @@ class Harness:
 
     async def idle(self) -> None:
         """Waits until the engine holds nothing."""
-        await until(lambda: not self.engine.has_work() and self.server.service.idle.is_set())
+        await until(lambda: not self.engine.has_work() and self.server.service.requests.idle.is_set())
         assert await self.num_free() == self.engine.num_pages
 
 

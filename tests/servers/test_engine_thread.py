@@ -83,6 +83,42 @@ class _Looked(FakeEngine):
         return super().has_work()
 
 
+def test_a_thread_that_waits_for_company_sleeps_until_a_command_or_its_time():
+    async def test(thread, engine):
+        stream = thread.submit(_request("lone"))
+        await until(lambda: len(thread._lock._waiters) == 1)  # type: ignore[attr-defined]
+        assert (engine.looked, engine.num_steps) == (1, 0)  # it stepped once, to learn how long
+        await thread.call(lambda e: None)
+        await until(lambda: len(thread._lock._waiters) == 1)  # type: ignore[attr-defined]
+        assert (engine.looked, engine.num_steps) == (2, 0)
+        company = thread.submit(_request("company"))
+        assert [(await s.take_all())[0].text for s in (stream, company)] == ["bcd", "bcd"]
+        engine.wait_s = 0.01
+        assert (await thread.submit(_request("alone")).take_all())[0].text == "bcd"
+        assert engine.num_steps == 6
+
+    _run(test, _Batching())
+
+
+class _Batching(FakeEngine):
+    """A lone request waits `wait_s` for another."""
+
+    looked, wait_s, due_s = 0, 1e6, None
+
+    def wake_s(self):
+        return self.due_s
+
+    def step(self):
+        if len(self._waiting) == 1 and not self._running:
+            if self.due_s is None:
+                self.due_s = self.clock() + self.wait_s
+            if self.clock() < self.due_s:
+                self.looked += 1
+                return []
+        self.due_s = None
+        return super().step()
+
+
 def test_a_deadline_is_enforced_in_the_queue_and_while_running():
     async def test(thread, engine):
         running = thread.submit(_request("running", max_tokens=1 << 20, deadline_s=time.monotonic() + 0.05))

@@ -69,7 +69,7 @@ def test_draining_flips_health_first_then_refuses_new_calls_and_lets_the_live_fi
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         h.engine.gate.clear()
         live = [h.stub.Generate(request("abc", id=str(i), stream=False, max_tokens=6)) for i in range(4)]
-        await until(lambda: h.server.service._num_generating == 4)
+        await until(lambda: h.server.service.requests._num_calls == 4)
         drain = asyncio.ensure_future(h.server.drain(TIMEOUT_S))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         code, details = await status(collect(h.stub.Generate(request())))
@@ -210,7 +210,7 @@ def test_server_config_refuses_what_grpc_would_misread(field):
 def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing_behind():
     async def test(h: Harness):
         call = h.stub.Generate(request("x" * 5000, id="x", **FOREVER))
-        await until(lambda: h.server.service._num_generating == 1)
+        await until(lambda: h.server.service.requests._num_calls == 1)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await collect(call)

@@ -13,6 +13,14 @@ class ThinkingMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     THINKING_MODE_CHAT: _ClassVar[ThinkingMode]
     THINKING_MODE_THINKING: _ClassVar[ThinkingMode]
 
+class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    JOB_STATE_UNSPECIFIED: _ClassVar[JobState]
+    JOB_STATE_QUEUED: _ClassVar[JobState]
+    JOB_STATE_RUNNING: _ClassVar[JobState]
+    JOB_STATE_DONE: _ClassVar[JobState]
+    JOB_STATE_FAILED: _ClassVar[JobState]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -31,6 +39,11 @@ class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 THINKING_MODE_UNSPECIFIED: ThinkingMode
 THINKING_MODE_CHAT: ThinkingMode
 THINKING_MODE_THINKING: ThinkingMode
+JOB_STATE_UNSPECIFIED: JobState
+JOB_STATE_QUEUED: JobState
+JOB_STATE_RUNNING: JobState
+JOB_STATE_DONE: JobState
+JOB_STATE_FAILED: JobState
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -140,7 +153,7 @@ class SamplingParams(_message.Message):
     def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling_params", "stream", "cache_salt", "add_bos", "stream_interval")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "sampling_params", "stream", "cache_salt", "add_bos", "stream_interval", "priority", "tenant", "session_id", "interactive_timeout_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +163,10 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADD_BOS_FIELD_NUMBER: _ClassVar[int]
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    INTERACTIVE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -159,7 +176,63 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     add_bos: bool
     stream_interval: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stream: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., add_bos: _Optional[bool] = ..., stream_interval: _Optional[int] = ...) -> None: ...
+    priority: int
+    tenant: str
+    session_id: str
+    interactive_timeout_s: float
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stream: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., add_bos: _Optional[bool] = ..., stream_interval: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., interactive_timeout_s: _Optional[float] = ...) -> None: ...
+
+class SubmitResponse(_message.Message):
+    __slots__ = ("job_id", "job_ttl_s")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    job_ttl_s: float
+    def __init__(self, job_id: _Optional[str] = ..., job_ttl_s: _Optional[float] = ...) -> None: ...
+
+class GetResultRequest(_message.Message):
+    __slots__ = ("job_id", "wait_s", "discard")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    DISCARD_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    wait_s: float
+    discard: bool
+    def __init__(self, job_id: _Optional[str] = ..., wait_s: _Optional[float] = ..., discard: _Optional[bool] = ...) -> None: ...
+
+class GetResultResponse(_message.Message):
+    __slots__ = ("state", "response", "error_code", "error_message", "expires_in_s")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    state: JobState
+    response: GenerateResponse
+    error_code: str
+    error_message: str
+    expires_in_s: float
+    def __init__(self, state: _Optional[_Union[JobState, str]] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("text", "token_ids", "chat", "session_id", "cache_salt", "add_bos")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADD_BOS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    chat: ChatPrompt
+    session_id: str
+    cache_salt: str
+    add_bos: bool
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., session_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., add_bos: _Optional[bool] = ...) -> None: ...
+
+class PrefetchResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "rank", "top_token_ids", "top_logprobs")

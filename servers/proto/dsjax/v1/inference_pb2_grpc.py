@@ -49,6 +49,21 @@ class InferenceStub:
                 request_serializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Submit = channel.unary_unary(
+                '/dsjax.v1.Inference/Submit',
+                request_serializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.SubmitResponse.FromString,
+                _registered_method=True)
+        self.GetResult = channel.unary_unary(
+                '/dsjax.v1.Inference/GetResult',
+                request_serializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.GetResultRequest.SerializeToString,
+                response_deserializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.GetResultResponse.FromString,
+                _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/dsjax.v1.Inference/Prefetch',
+                request_serializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/dsjax.v1.Inference/Abort',
                 request_serializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -94,8 +109,30 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Submit(self, request, context):
+        """Queues a prompt and returns at once: the request goes on as a job whatever becomes of its client. `stream` and
+        `interactive_timeout_s` say nothing here, and the call's deadline is not the job's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetResult(self, request, context):
+        """What a job has answered so far, from the start. Abort ends a job like any live request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefetch(self, request, context):
+        """Says that a request beginning like this will come soon: what is cached of it can move to the device meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
-        """Ends a live request; its Generate stream ends with FINISH_REASON_ABORT. An unknown id is not an error.
+        """Ends a live request; its answer ends with FINISH_REASON_ABORT. An unknown id is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,6 +175,21 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Submit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Submit,
+                    request_deserializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.SubmitResponse.SerializeToString,
+            ),
+            'GetResult': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetResult,
+                    request_deserializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.GetResultRequest.FromString,
+                    response_serializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.GetResultResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.PrefetchRequest.FromString,
+                    response_serializer=servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.PrefetchResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -241,6 +293,87 @@ class Inference:
             '/dsjax.v1.Inference/Detokenize',
             servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Submit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dsjax.v1.Inference/Submit',
+            servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.SubmitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetResult(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dsjax.v1.Inference/GetResult',
+            servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.GetResultRequest.SerializeToString,
+            servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.GetResultResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dsjax.v1.Inference/Prefetch',
+            servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.PrefetchRequest.SerializeToString,
+            servers_dot_proto_dot_dsjax_dot_v1_dot_inference__pb2.PrefetchResponse.FromString,
             options,
             channel_credentials,
             insecure,
