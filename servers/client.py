@@ -3,11 +3,14 @@
 The prompt is the words on the command line, or else stdin; with neither, on a terminal, a conversation is held.
 The answer goes to stdout, everything else to stderr. Exit code 0, 1 if the call failed, 2 for a wrong flag, 130 after
 Ctrl-C (which cancels the request).
+
+With --submit the prompt becomes a job, whose id is printed; --result=ID waits for a job's end and prints its answer.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +26,10 @@ from servers.proto.dsjax.v1 import inference_pb2 as pb
 from servers.proto.dsjax.v1 import inference_pb2_grpc as pb_grpc
 
 PROGRAM = "dsjax-client"
-USAGE = "dsjax-client [--address=HOST:PORT] [--chat] [--max_tokens=N] PROMPT..."
+USAGE = (
+    "dsjax-client [--address=HOST:PORT] [--chat] [--max_tokens=N] [--submit] PROMPT...  |  dsjax-client --result=JOB"
+)
+POLL_S = 30.0  # how long the server holds a question for a result
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -40,6 +46,12 @@ class ClientConfig:
     wait_s: float
     max_message_bytes: int
     usage: bool
+    priority: int
+    tenant: str
+    session_id: str
+    interactive_timeout_s: float
+    submit: bool
+    result: str | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,10 +77,17 @@ def _main(argv: Sequence[str]) -> int:
         try:
             if config.wait_s:
                 _wait(channel, config.wait_s)
-            if not words and sys.stdin.isatty():
+            if config.result is not None:
+                return _result(channel, config)
+            if not words and sys.stdin.isatty() and not config.submit:
                 return _converse(channel, config, params)
             prompt = " ".join(words) if words else sys.stdin.read()
-            _answer(channel, config, params, [pb.ChatMessage(role="user", content=prompt)])
+            messages = [pb.ChatMessage(role="user", content=prompt)]
+            if config.submit:
+                request = _request(config, params, messages)
+                print(pb_grpc.InferenceStub(channel).Submit(request, timeout=config.timeout_s).job_id)
+            else:
+                _answer(channel, config, params, messages)
             return 0
         except grpc.RpcError as error:
             print(f"{PROGRAM}: error: {_sentence(error, config)}", file=sys.stderr)
@@ -87,6 +106,14 @@ def _define_flags(values: flags.FlagValues) -> None:
         "max_message_bytes", server_flags.DEFAULT_MAX_MESSAGE_BYTES, "largest message", flag_values=values
     )
     flags.DEFINE_boolean("usage", False, "print token counts and the finish reason to stderr", flag_values=values)
+    flags.DEFINE_integer("priority", 0, "-16 to 15; lower goes first, if the server heeds it", flag_values=values)
+    flags.DEFINE_string("tenant", "", "whose limits and weight count", flag_values=values)
+    flags.DEFINE_string("session_id", "", "a conversation, whose next turn begins with this one", flag_values=values)
+    flags.DEFINE_float(
+        "interactive_timeout_s", 0.0, "an answer that takes longer becomes a job; 0 is no limit", flag_values=values
+    )
+    flags.DEFINE_boolean("submit", False, "make the prompt a job and print its id", flag_values=values)
+    flags.DEFINE_string("result", None, "wait for this job, at most --timeout_s, and print it", flag_values=values)
     server_flags.define_sampling_flags(values)
 
 
@@ -120,11 +147,16 @@ def _converse(channel: grpc.Channel, config: ClientConfig, params: pb.SamplingPa
             print(f"{PROGRAM}: error: {_sentence(error, config)}", file=sys.stderr)
 
 
-def _answer(
-    channel: grpc.Channel, config: ClientConfig, params: pb.SamplingParams, messages: Sequence[pb.ChatMessage]
-) -> pb.ChatMessage:
-    """Streams the answer to stdout; returns it as a message (the first of n)."""
-    request = pb.GenerateRequest(sampling_params=params, stream=True)
+def _request(config: ClientConfig, params: pb.SamplingParams, messages: Sequence[pb.ChatMessage]) -> pb.GenerateRequest:
+    """Raises RequestError if it is too large."""
+    request = pb.GenerateRequest(
+        sampling_params=params,
+        stream=True,
+        priority=config.priority,
+        tenant=config.tenant,
+        session_id=config.session_id,
+        interactive_timeout_s=config.interactive_timeout_s,
+    )
     if config.chat:
         request.chat.thinking_mode = pb.THINKING_MODE_THINKING if config.thinking else pb.THINKING_MODE_CHAT
         if config.reasoning_effort is not None:
@@ -135,6 +167,39 @@ def _answer(
     else:
         request.text = messages[-1].content
     convert.check_size(request, config.max_message_bytes, "request", "send a shorter prompt")
+    return request
+
+
+def _result(channel: grpc.Channel, config: ClientConfig) -> int:
+    """Prints a job's answer at its end, or what there is of it after --timeout_s; returns the exit code."""
+    stub, end_s = (
+        pb_grpc.InferenceStub(channel),
+        None if config.timeout_s is None else time.monotonic() + config.timeout_s,
+    )
+    while True:
+        wait_s = POLL_S if end_s is None else min(POLL_S, max(0.0, end_s - time.monotonic()))
+        result = stub.GetResult(pb.GetResultRequest(job_id=config.result, wait_s=wait_s))
+        ended = result.state in (pb.JOB_STATE_DONE, pb.JOB_STATE_FAILED)
+        if ended or (end_s is not None and time.monotonic() >= end_s):
+            break
+    screen = _Screen(len(result.response.outputs))
+    for output in result.response.outputs:
+        screen.show(output, output.HasField("chat"), whole=True)
+        if output.finish_reason and config.usage:
+            _print_usage(result.response, output)
+    screen.end()
+    if result.state == pb.JOB_STATE_FAILED:
+        print(f"{PROGRAM}: error: {result.error_code}: {result.error_message}", file=sys.stderr)
+    elif not ended:
+        print(f"{PROGRAM}: job {config.result} goes on: this is its answer so far", file=sys.stderr)
+    return 0 if result.state == pb.JOB_STATE_DONE else 1
+
+
+def _answer(
+    channel: grpc.Channel, config: ClientConfig, params: pb.SamplingParams, messages: Sequence[pb.ChatMessage]
+) -> pb.ChatMessage:
+    """Streams the answer to stdout; returns it as a message (the first of n)."""
+    request = _request(config, params, messages)
     call = pb_grpc.InferenceStub(channel).Generate(request, timeout=config.timeout_s)
     screen, answer = _Screen(params.n), pb.ChatMessage(role="assistant")
     try:
@@ -164,7 +229,7 @@ class _Screen:
         self._dim = False
         self._color = sys.stdout.isatty()
 
-    def show(self, output: pb.Output, chat: bool) -> None:
+    def show(self, output: pb.Output, chat: bool, whole: bool = False) -> None:
         if not chat:
             pieces = [output.text]
         else:
@@ -174,7 +239,7 @@ class _Screen:
             print("".join(pieces), end="", flush=True)
             return
         self._held.setdefault(output.index, []).extend(pieces)
-        if output.finish_reason:
+        if output.finish_reason or whole:
             print(f"[{output.index}] {''.join(self._held.pop(output.index))}", flush=True)
 
     def _style(self, dim: bool, text: str) -> str:
@@ -201,6 +266,8 @@ def _sentence(error: grpc.RpcError, config: ClientConfig) -> str:
     code, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         details += f": raise --max_message_bytes={config.max_message_bytes}"
+    if job_id := dict(error.trailing_metadata() or ()).get("job-id"):  # type: ignore[attr-defined]
+        details += f" with {PROGRAM} --result={job_id}"
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details:
         details = f"no server answers at {config.address}: start dsjax-serve, or set --address ({details})"
     return f"{code.name}: {details}"

@@ -169,3 +169,25 @@ def test_server_info_holds_the_resolved_config():
         info = pb_grpc.InferenceStub(channel).GetServerInfo(pb.GetServerInfoRequest())
     assert '"scheduler.max_num_seqs": 5' in info.config_json
     assert (info.state, info.max_message_bytes) == (pb.SERVER_STATE_SERVING, 256 << 20)
+
+
+def test_the_client_program_submits_jobs_and_shows_results(capsys):
+    with _server() as (_, address):
+        base = ["dsjax-client", f"--address={address}", "--wait_s=10"]
+        assert client.main([*base, "--submit", "--max_tokens=3", "--priority=-1", "--tenant=t", "abc"]) == 0
+        job_id = capsys.readouterr().out.strip()
+        assert client.main([*base, f"--result={job_id}", "--usage"]) == 0
+        out, err = capsys.readouterr()
+        assert (out, "3 completion tokens, finished by length" in err) == ("def\n", True)
+        assert client.main([*base, "--interactive_timeout_s=0.1", "--ignore_eos", "--max_tokens=500", "abc"]) == 1
+        out, err = capsys.readouterr()
+        assert "DEADLINE_EXCEEDED: interactive_timeout_s=0.1 passed before the answer was complete" in err
+        seen, job_id = out.rstrip("\n"), err.strip().rpartition("--result=")[2]
+        assert client.main([*base, f"--result={job_id}", "--timeout_s=0.01"]) == 1
+        assert f"job {job_id} goes on: this is its answer so far" in capsys.readouterr().err
+        assert client.main([*base, f"--result={job_id}"]) == 0
+        assert capsys.readouterr().out.startswith(seen)
+        assert client.main([*base, "--result=never"]) == 1
+        assert "NOT_FOUND: job_id='never' is no job" in capsys.readouterr().err
+        assert client.main([*base, "--priority=99", "x"]) == 1
+        assert "priority=99 is not allowed" in capsys.readouterr().err
