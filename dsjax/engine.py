@@ -9,14 +9,16 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from dsjax.cache.manager import CacheManager
+from dsjax.cache.tiers import Tiers, TierStats
 from dsjax.config import EngineConfig, ModelConfig
 from dsjax.detokenizer import Detokenizer
 from dsjax.distributed import Leader
+from dsjax.engine_tiers import EngineTiers
 from dsjax.errors import ErrorCode, RequestError
 from dsjax.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from dsjax.request_bounds import RequestBounds
@@ -32,7 +34,7 @@ log = logging.getLogger("dsjax")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineStats(ControlStats):
+class EngineStats(ControlStats, TierStats):
     """Gauges now, and totals since the start, of all data shards together."""
 
     num_waiting: int
@@ -83,12 +85,17 @@ class Engine:
         max_model_len: int,
         leader: Leader | None = None,  # of the engine's other processes
         clock: Callable[[], float] = time.monotonic,  # seconds; a simulation brings its own
+        tiers: Tiers | None = None,  # where cached prefixes go that leave the device
     ):
         self.clock = clock
         self.leader = leader or Leader()
         self.config, self.model_config, self.runner, self.tokenizer = config, model_config, runner, tokenizer
         self.max_model_len = max_model_len
-        self.caches = [CacheManager(runner.spec) for _ in range(runner.num_shards)]  # of each data shard
+        # Each data shard keeps its part of what a tenant may have cached.
+        most = {t.name: t.max_cached_tokens for t in config.scheduler.tenants if t.max_cached_tokens}
+        most = {name: -(-tokens // runner.num_shards) for name, tokens in most.items()}
+        self.caches = [CacheManager(runner.spec, tiers, most) for _ in range(runner.num_shards)]
+        self.tiers = EngineTiers(tiers, self.caches, runner)
         self.scheduler = Scheduler(config.scheduler, self.caches)
         self._bounds = RequestBounds.of(config, model_config, runner.spec, max_model_len, tokenizer is not None)
         self.control = Control(config, self.scheduler)
@@ -116,7 +123,11 @@ class Engine:
         self.leader.watch(fail)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends the engine's other processes: in order, or as failed if the engine ends because of `error`."""
+        """Ends the engine's other processes: in order, or as failed if the engine ends because of `error`.
+
+        With a cache on disk, what is cached on the device is written there first, for the next start.
+        """
+        self.tiers.close(keep=error is None)
         self.leader.close(error)
 
     # --- requests ------------------------------------------------------------------------------
@@ -202,12 +213,15 @@ class Engine:
         events = self._expire()
         now_s = self.clock()
         self.control.begin_step(now_s)
+        self.tiers.tend()
         plan = self.scheduler.schedule(now_s)
         if plan.rows:
             output = self.runner.dispatch(plan)
             self.scheduler.dispatched(plan)
             num_rows = max(len(shard.running) for shard in self.scheduler.shards)
             self._in_flight.append(_InFlight(plan, output, now_s, num_rows))
+        elif not self._in_flight:
+            self.tiers.move()
         if len(self._in_flight) > 1 or (self._in_flight and not plan.rows):
             events += self._complete(self._in_flight.popleft())
         return events
@@ -300,6 +314,8 @@ class Engine:
     def _end(self, sequence: _Sequence, *, keep: bool) -> None:
         request = sequence.request
         self.scheduler.finish(request, keep=keep)
+        if keep:
+            self.tiers.remember(request)
         del self._by_request[request.request_id]
         siblings = self._live[request.parent_id]
         siblings.remove(sequence)
@@ -322,12 +338,21 @@ class Engine:
             num_compiles_after_warm_up=COMPILES.after_warm_up,
             **asdict(self.scheduler.counters),
             **asdict(self.control.stats()),
+            **asdict(self.tiers.stats()),
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forgets everything cached, on all data shards."""
+        """Forgets everything cached, on all data shards and below."""
         for cache in self.caches:
             cache.reset_prefix_cache()
+        self.tiers.forget()
+
+    def prefetch(self, *, token_ids: Sequence[int] = (), session_id: str = "", cache_salt: str = "") -> bool:
+        """A hint that a request will soon begin with these tokens, or go on where the session's last one ended.
+
+        Moves what the tiers have of them up to the device. False if that is nothing.
+        """
+        return self.tiers.prefetch(token_ids, session_id, cache_salt)
 
 
 def _token_logprobs(token: int, logprobs, r: int, num_top: int) -> TokenLogprobs:

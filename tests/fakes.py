@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dsjax.cache.manager import RequestCache
+from dsjax.cache.moves import Arrays, BlobKey, Moves
 from dsjax.cache.spec import CacheSpec, EntryKind
+from dsjax.cache.tiers import Tiers
 from dsjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, override_all
 from dsjax.engine import Engine
 from dsjax.request import MAX_LOGPROBS, Request, SamplingParams, TokenEvent
@@ -82,6 +84,7 @@ class FakeRunner:
         self.fail: Exception | None = None
         self._rows: dict[str, RequestCache] = {}
         self._ends: dict[int, int] = {}  # by the identity of a stay's RequestCache
+        self._downloaded: list[tuple[BlobKey, Arrays]] = []
         self._stays: list[RequestCache] = []  # keeps them alive, so that identities are not used again
 
     def warm_up(self, progress: bool = False) -> None:
@@ -114,9 +117,8 @@ class FakeRunner:
             assert row.request.shard == index
             self._check(row)
         self._check_apart(plan.rows)
-        self._check_copies(plan)
+        self._move(index, plan)
         device, last_token = self.devices[index], self.last_token[index]
-        device.copy(plan.copies)
         rows, tokens = [], []
         for row in plan.rows:
             known = [*row.request.token_ids, *[int(last_token[row.cache.slot])] * row.request.num_pending]
@@ -128,6 +130,18 @@ class FakeRunner:
             if row.samples:
                 last_token[row.cache.slot] = token
         return tokens
+
+    def move(self, plan: StepPlan) -> None:
+        for index, part in enumerate(plan.shards):
+            self._move(index, part)
+
+    def _move(self, index: int, plan: ShardPlan) -> None:
+        self._check_copies(plan)
+        self._downloaded += self.devices[index].move(Moves(plan.downloads, plan.copies, plan.uploads))
+
+    def downloaded(self, wait: bool = False) -> list[tuple[BlobKey, Arrays]]:
+        arrived, self._downloaded = self._downloaded, []
+        return arrived
 
     def read(self, output: FakeOutput) -> FakeOutput:
         self.num_read += 1
@@ -205,6 +219,7 @@ def fake_engine(
     eos_token_ids: tuple[int, ...] = (EOS,),
     clock: Callable[[], float] = time.monotonic,
     config: dict[str, Any] | None = None,
+    tiers: Tiers | None = None,
     **scheduler: Any,
 ) -> Engine:
     """An engine on a FakeRunner (`engine.runner`), by default of as many data shards as the engine tests' mesh has;
@@ -229,6 +244,7 @@ def fake_engine(
         tokenizer=tokenizer,
         max_model_len=max_model_len,
         clock=clock,
+        tiers=tiers,
     )
 
 
@@ -240,6 +256,7 @@ def request(
     deadline_s: float | None = None,
     priority: int = 0,
     tenant: str = "",
+    session_id: str = "",
     **params: Any,
 ):
     """A greedy request, unless `params` say otherwise."""
@@ -252,6 +269,7 @@ def request(
         deadline_s=deadline_s,
         priority=priority,
         tenant=tenant,
+        session_id=session_id,
     )
 
 
@@ -293,6 +311,8 @@ def check_caches(engine: Engine) -> None:
     """Every page and slot of every data shard is accounted for once."""
     for cache in engine.caches:
         cache.check()
+    if engine.tiers.tiers is not None:
+        engine.tiers.tiers.check()
 
 
 class Clock:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import numpy as np
 from flax import nnx
 
 from configs.models import MODELS
+from dsjax.cache.moves import Arrays, BlobKey
 from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.cache.state import CacheState
+from dsjax.cache.tiers import Tiers
 from dsjax.config import CacheConfig, EngineConfig, LayerKind, ModelConfig, ParallelConfig, SchedulerConfig
 from dsjax.engine import Engine
 from dsjax.load import make_runner
@@ -29,6 +32,7 @@ from dsjax.runner.buckets import Bucket
 from dsjax.runner.output import Sent, StepOutput
 from dsjax.runner.runner import Runner
 from dsjax.runner.sampling import SlotTables
+from dsjax.runner.transfers import Transfers
 from dsjax.scheduler.plan import StepPlan
 from dsjax.sharding import by_shard
 from tests.fakes import SMALL_CACHE, default_parallel, drain, request, small_spec, tokens_of
@@ -113,11 +117,22 @@ def _cache_dir() -> str:
     return str(folder)
 
 
+@functools.cache
+def tiny_transfers(host_cache_dtype: str) -> tuple[Transfers, dict[str, jax.stages.Compiled]]:
+    """What the shared runner would have with tiers, and its programs."""
+    runner = tiny_runner()
+    transfers = Transfers(runner.spec, runner.mesh, host_cache_dtype)
+    return transfers, {name: transfers.lower(name, runner.cache).compile() for name in transfers.programs}
+
+
 class TinyRunner:
     """The shared runner with a cache of its own size. `logits` keeps those of every request by position."""
 
-    def __init__(self, spec: CacheSpec):
+    def __init__(self, spec: CacheSpec, host_cache_dtype: str = ""):
         self.runner, self.spec = tiny_runner(), spec
+        self.transfers, self.programs = tiny_transfers(host_cache_dtype) if host_cache_dtype else (None, {})
+        self.host_bytes_per_s = 1e9
+        self._arrived: list[tuple[BlobKey, Arrays]] = []
         self.num_shards = self.runner.num_shards
         whole = self.runner.spec
         assert spec.num_state_slots <= whole.num_state_slots
@@ -141,11 +156,24 @@ class TinyRunner:
     def dispatch(self, plan: StepPlan) -> tuple[list[tuple[str, int, int]], Sent]:
         self.num_steps += 1
         rows = [(row.request.request_id, row.start, row.num_new) for row in plan.rows]
+        return rows, self._run(lambda runner: runner.dispatch(plan))
+
+    def _run(self, use: Callable[[Runner], Any]) -> Any:
         runner = self.runner  # other engines use it in between
-        runner.cache, runner.slots = self.cache, self.slots
-        output = runner.dispatch(plan)
+        runner.cache, runner.slots, runner.transfers = self.cache, self.slots, self.transfers
+        runner._programs.update(self.programs)
+        result = use(runner)
         self.cache, self.slots = runner.cache, runner.slots
-        return rows, output
+        self._arrived += runner.downloaded(wait=True)
+        return result
+
+    def move(self, plan: StepPlan) -> None:
+        self._run(lambda runner: runner.move(plan))
+
+    def downloaded(self, wait: bool = False) -> list[tuple[BlobKey, Arrays]]:
+        """All that were sent: tests do not depend on time."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     def read(self, sent: tuple[list[tuple[str, int, int]], Sent]) -> StepOutput:
         rows, output = sent
@@ -166,6 +194,8 @@ def tiny_engine(
     cache: dict[str, Any] | None = None,
     tokenizer: Any = None,
     eos_token_ids: tuple[int, ...] = (),
+    tiers: Tiers | None = None,
+    host_cache_dtype: str = "auto",
     **scheduler: Any,
 ) -> Engine:
     """An engine with an empty cache on the shared runner (`engine.runner`); keywords are SchedulerConfig's."""
@@ -186,8 +216,15 @@ def tiny_engine(
         for kind, k in spec.kinds.items()
     }
     # Snapshots' STATE slots come after the row slots: as many as the shared arrays have.
-    runner: Any = TinyRunner(dataclasses.replace(spec, kinds=kinds))
-    return Engine(config=config, model_config=model, runner=runner, tokenizer=tokenizer, max_model_len=MAX_MODEL_LEN)
+    runner: Any = TinyRunner(dataclasses.replace(spec, kinds=kinds), host_cache_dtype if tiers else "")
+    return Engine(
+        config=config,
+        model_config=model,
+        runner=runner,
+        tokenizer=tokenizer,
+        max_model_len=MAX_MODEL_LEN,
+        tiers=tiers,
+    )
 
 
 def solo(prompt: list[int], num_tokens: int, **params: Any) -> list[int]:

@@ -1,56 +1,27 @@
 """Who holds which page and slot: admits, extends and releases requests, and keeps what they leave behind.  [no jax]
 
-A plan (one engine step) goes: `release`/`admit`/`extend` as the schedule wants, `take_copies`, dispatch, then
-`computed` for every request of the step. The device does all copies of a plan first, **reading every source before
-writing any destination**, and then the step's own writes. So a source may be freed, handed out again and overwritten
-by the same plan, and may be the destination of another copy; no destination occurs twice. A source is never a page
-that an earlier copy of the same plan fills: such a chain is resolved to its first source when it is planned.
+A plan (one engine step) goes: `release`/`admit`/`extend` as the schedule wants, `take_moves`, dispatch, then
+`computed` for every request of the step. What is moved before the step, and in which order, is in `moves.py`: a page
+may be freed, handed out again and overwritten by the plan that copies it.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from dsjax.cache.held import NO_BOUNDARY, Admission, RequestCache
+from dsjax.cache.mover import Mover
+from dsjax.cache.moves import Moves, Planned
 from dsjax.cache.pool import PagePool
-from dsjax.cache.prefix import Node, PrefixIndex, PrefixMatch, UnitHashes
+from dsjax.cache.prefix import PrefixIndex, PrefixMatch, UnitHashes
 from dsjax.cache.spec import CacheSpec, Copy, EntryKind
+from dsjax.cache.tiers import Tiers
 
-NO_BOUNDARY = sys.maxsize
 SHORT_PROMPT_UNITS = 8  # prompts up to this many units leave a snapshot on each
-
-
-@dataclass(frozen=True, kw_only=True)
-class Admission:
-    """What a request starts with."""
-
-    slot: int  # row slot
-    num_cached: int  # tokens that need no computing
-    num_shared: int  # tokens whose compressed entries exist: must not be written again
-
-
-@dataclass(eq=False, kw_only=True)
-class RequestCache:
-    """The pages and slot of a running request. Read by the scheduler and the runner, written by the manager alone."""
-
-    request_id: str
-    slot: int
-    num_cached: int
-    num_shared: int  # entries below num_shared // ratio are in place: the runner drops writes to them
-    num_computed: int  # tokens that dispatched steps (or the prefix cache) cover
-    tables: dict[EntryKind, np.ndarray]  # int32 [table_width] page ids; num_pages (out of range) where there is none
-    pages: dict[EntryKind, list[int]]  # compressed pages by index
-    window: dict[int, int]  # logical page (position // entries_per_page) -> page id, ascending
-    hashes: UnitHashes
-    caches_prefix: bool
-    node: Node | None = None  # of the last unit registered
-    num_units: int = 0  # registered
-    boundary: int = NO_BOUNDARY  # where the next snapshot is due
-    num_kept: int = 0  # tokens that would be a hit if it were released now, unless they are evicted
 
 
 @dataclass(frozen=True)
@@ -64,14 +35,19 @@ class _Need:
 class CacheManager:
     """The one owner of pages and slots."""
 
-    def __init__(self, spec: CacheSpec):
+    def __init__(self, spec: CacheSpec, tiers: Tiers | None = None, tenant_tokens: Mapping[str, int] | None = None):
+        """Without `tiers` what leaves the device is gone. `tenant_tokens` limits what tenants may have cached."""
         self.spec = spec
         self.pools = {kind: PagePool(spec.kinds[kind].num_pages) for kind in spec.pool_kinds}
-        self.prefix = PrefixIndex(spec, self.pools)
+        self.prefix = PrefixIndex(spec, self.pools, tenant_tokens)
         self._window = spec.kinds[EntryKind.WINDOW]
         self._requests: dict[str, RequestCache] = {}
         self._free_slots = deque(range(spec.num_slots))
-        self._copies: dict[tuple[EntryKind, int], int] = {}  # (kind, destination) -> source
+        self._planned = Planned()
+        self._mover: Mover | None = None
+        if tiers is not None:
+            self._mover = Mover(self.prefix, self._planned, tiers)
+            self.prefix.on_drop = self._mover.move_down
 
     # --- reading -------------------------------------------------------------------------------
 
@@ -116,6 +92,33 @@ class CacheManager:
         """What `admit` would find; changes nothing but `hashes`."""
         return self.prefix.match(tokens, hashes or UnitHashes(salt, self.spec.unit_tokens))
 
+    # --- tiers -----------------------------------------------------------------------------------
+
+    def want(self, tokens: Sequence[int], hashes: UnitHashes, num_cached: int) -> bytes:
+        """Has the tiers make ready what a waiting request can use beyond `num_cached` tokens.
+
+        Returns what `is_coming` takes while that is on its way; b"" if there is nothing to wait for.
+        """
+        return self._mover.want(tokens, hashes, num_cached) if self._mover else b""
+
+    def is_coming(self, awaited: bytes) -> bool:
+        """Whether it is still on its way."""
+        return self._mover is not None and self._mover.tiers.is_coming(awaited)
+
+    def promote(self, tokens: Sequence[int], salt: str) -> int:
+        """Brings up what the tiers have ready of `tokens`, all but the last at most; returns how many tokens it gained.
+
+        `admit` does so for the request it admits.
+        """
+        hashes = UnitHashes(salt, self.spec.unit_tokens)
+        return self._mover.promote(tokens, hashes) if self._mover and self.spec.num_snapshots else 0
+
+    def move_all_down(self) -> None:
+        """Has every snapshot in the tiers once the next moves are done."""
+        if self._mover:
+            for snapshot in self.prefix.coldest(self.prefix.num_snapshots):
+                self._mover.move_down(snapshot)
+
     # --- admitting and extending -------------------------------------------------------------------
 
     def admit(
@@ -126,6 +129,7 @@ class CacheManager:
         use_prefix_cache: bool,
         num_first_tokens: int,
         hashes: UnitHashes | None = None,
+        tenant: str = "",
     ) -> Admission | None:
         """Gives the request a slot and what the prefix cache has of `tokens` (all it has so far, at least one).
 
@@ -139,6 +143,8 @@ class CacheManager:
             return None
         caches_prefix = use_prefix_cache and self.spec.num_snapshots > 0
         hashes = hashes or UnitHashes(salt, self.spec.unit_tokens)
+        if self._mover and caches_prefix:
+            self._mover.promote(tokens, hashes, tenant)
         match = self.prefix.match(tokens, hashes) if caches_prefix else PrefixMatch()
         request = RequestCache(
             request_id=request_id,
@@ -151,6 +157,7 @@ class CacheManager:
             window=dict(match.snapshot.pages[EntryKind.WINDOW]) if match.snapshot else {},
             hashes=hashes,
             caches_prefix=caches_prefix,
+            tenant=tenant,
             num_kept=match.num_tokens,
         )
         copies = self._take_partial(request)
@@ -165,19 +172,19 @@ class CacheManager:
         self._requests[request_id] = request
         self.prefix.touch(match)
         # Sources are resolved before pages are allocated: a source may be evicted and handed out for its own copy.
-        sources = {kind: self._source(kind, page) for kind, (_, page) in copies.items()}
+        sources = {kind: self._planned.source(kind, page) for kind, (_, page) in copies.items()}
         for kind, (index, _) in copies.items():
             (page,) = self._allocate(kind, 1)
             self._put(request, kind, index, page)
-            self._add_copy(kind, sources[kind], page)
+            self._planned.add(kind, sources[kind], page)
         for kind, pages in request.pages.items():
             request.tables[kind][: len(pages)] = pages
         for logical, page in request.window.items():
             request.tables[EntryKind.WINDOW][logical % self._window.table_width] = page
         if match.snapshot:
-            self._add_copy(EntryKind.STATE, self._source(EntryKind.STATE, match.snapshot.slot), request.slot)
+            self._planned.add(EntryKind.STATE, self._planned.source(EntryKind.STATE, match.snapshot.slot), request.slot)
         else:
-            self._copies.pop((EntryKind.STATE, request.slot), None)  # of a request that came and went in this plan
+            self._planned.forget(EntryKind.STATE, request.slot)  # of a request that came and went in this plan
         return Admission(slot=request.slot, num_cached=match.num_tokens, num_shared=match.num_shared)
 
     def _empty_tables(self) -> dict[EntryKind, np.ndarray]:
@@ -245,7 +252,7 @@ class CacheManager:
         self.prefix.make_free(kind, num)
         pages = self.pools[kind].allocate(num)
         for page in pages:
-            self._copies.pop((kind, page), None)  # planned for whoever held the page before
+            self._planned.forget(kind, page)  # planned for whoever held the page before
         return pages
 
     def _put(self, request: RequestCache, kind: EntryKind, index: int, page: int) -> None:
@@ -303,9 +310,10 @@ class CacheManager:
 
     def _register(self, request: RequestCache, tokens: Sequence[int], num_computed: int, again: bool = False) -> None:
         num_units = min(len(tokens), num_computed) // self.spec.unit_tokens
+        num_units = min(num_units, self.prefix.max_units(request.tenant))
         if num_units > request.num_units or (again and num_units and not (request.node and request.node.alive)):
             request.hashes.extend(tokens, num_units)
-            request.node = self.prefix.add_units(request.hashes, num_units, request.node, request.pages)
+            request.node = self.prefix.add_units(request.hashes, num_units, request.node, request.pages, request.tenant)
             request.num_units = num_units
 
     def _snapshot(self, request: RequestCache, tokens: Sequence[int]) -> Copy | None:
@@ -313,8 +321,10 @@ class CacheManager:
         if not 0 < num_tokens <= len(tokens):
             return None  # the newest token is still on the device
         num_units = num_tokens // unit
+        if num_units > self.prefix.max_units(request.tenant):
+            return None
         request.hashes.extend(tokens, num_units)
-        node = self.prefix.add_units(request.hashes, num_units, request.node, request.pages)
+        node = self.prefix.add_units(request.hashes, num_units, request.node, request.pages, request.tenant)
         request.node, request.num_units = node, num_units
         request.num_kept = num_tokens
         tail = tuple(tokens[num_units * unit : num_tokens])
@@ -323,7 +333,7 @@ class CacheManager:
         snapshot = self.prefix.add_snapshot(node, tail, request.pages, request.window)
         if snapshot is None:
             return None
-        return self._add_copy(EntryKind.STATE, self._source(EntryKind.STATE, request.slot), snapshot.slot)
+        return self._planned.add(EntryKind.STATE, self._planned.source(EntryKind.STATE, request.slot), snapshot.slot)
 
     # --- releasing -----------------------------------------------------------------------------------
 
@@ -351,29 +361,19 @@ class CacheManager:
             self.pools[EntryKind.WINDOW].release(page)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets everything cached. Running requests go on, and leave nothing: what they computed may be outdated."""
+        """Forgets everything cached here. Running requests go on, and leave nothing: their entries may be outdated."""
         self.prefix.clear()
+        self._planned.downloads.clear()
         for request in self._requests.values():
             request.caches_prefix = False
 
-    # --- copies ----------------------------------------------------------------------------------------
+    # --- moves ----------------------------------------------------------------------------------------
 
-    def take_copies(self) -> list[Copy]:
-        """The copies to do before the step that is dispatched next; each destination once, see the module's text."""
-        copies = [Copy(kind, src, dst) for (kind, dst), src in self._copies.items()]
-        self._copies.clear()
-        return copies
-
-    def _source(self, kind: EntryKind, src: int) -> int:
-        """Where the content of `src` is before this plan's copies."""
-        return self._copies.get((kind, src), src)
-
-    def _add_copy(self, kind: EntryKind, src: int, dst: int) -> Copy | None:
-        self._copies.pop((kind, dst), None)
-        if src == dst:
-            return None
-        self._copies[kind, dst] = src
-        return Copy(kind, src, dst)
+    def take_moves(self) -> Moves:
+        """What to move before the step that is dispatched next."""
+        if self._mover:
+            self._mover.clean()
+        return self._planned.take()
 
     # --- checking --------------------------------------------------------------------------------------
 

@@ -12,49 +12,16 @@ that page before the listed ones, so along a chain the deepest member that lists
 from __future__ import annotations
 
 import hashlib
-import heapq
 import itertools
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dsjax.cache.pool import PagePool
 from dsjax.cache.spec import CacheSpec, EntryKind
-
-Pages = dict[EntryKind, tuple[tuple[int, int], ...]]  # pool -> (page index in the sequence, page id)
-
-
-@dataclass(eq=False)
-class Node:
-    """One unit of some request's tokens, or (`parent` None) the root of a salt."""
-
-    digest: bytes
-    parent: Node | None
-    depth: int  # units up to and with this one
-    pages: Pages
-    last_used: int
-    alive: bool = True  # False once evicted
-    in_heap: bool = False
-    children: set[Node] = field(default_factory=set)
-    snapshots: dict[tuple[int, ...], Snapshot] = field(default_factory=dict)  # by tail
-
-    @property
-    def is_bare(self) -> bool:
-        """Nothing here or below can serve a hit or hold a page."""
-        return not self.children and not self.snapshots and not any(self.pages.values())
-
-
-@dataclass(eq=False)
-class Snapshot:
-    """All that is needed, besides the pages of the nodes above, to continue at position `num_tokens`."""
-
-    node: Node
-    tail: tuple[int, ...]  # tokens after the node's end, fewer than a unit
-    num_tokens: int
-    pages: Pages  # compressed pages of the tail's entries; WINDOW pages of the last window - 1 tokens
-    slot: int  # STATE
+from dsjax.cache.tree import Leaves, Node, Pages, Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,23 +58,30 @@ class PrefixIndex:
     """The tree, its least-recently-used orders and its references to pages and snapshot slots.
 
     Nodes leave leaf first, the least recently used leaf before others, and take their snapshots with them. Snapshots,
-    which are scarcer, also leave alone, in their own order.
+    which are scarcer, also leave alone, in their own order. A tenant with a limit loses its own leaves first: those
+    that it registered and under which nobody else has a node.
     """
 
-    def __init__(self, spec: CacheSpec, pools: dict[EntryKind, PagePool]):
+    def __init__(
+        self, spec: CacheSpec, pools: dict[EntryKind, PagePool], tenant_tokens: Mapping[str, int] | None = None
+    ):
+        """`tenant_tokens` limits what single tenants may have cached."""
         self.spec = spec
         self.pools = pools
+        self.on_drop: Callable[[Snapshot], None] | None = None  # told of a snapshot while its pages are still there
         # Nodes that hold no page cost only memory of the host: bounded by what the pools could ever describe.
         capacity = (
             spec.kinds[k].num_pages * spec.kinds[k].entries_per_page * spec.kinds[k].ratio for k in spec.pool_kinds
         )
         self.max_nodes = 1024 + 2 * max(capacity) // spec.unit_tokens
         self._nodes: dict[bytes, Node] = {}
-        self._leaves: list[tuple[int, int, Node]] = []  # heap of (last_used when pushed, sequence number, node)
+        self._leaves = Leaves()
+        self._max_units = {name: tokens // spec.unit_tokens for name, tokens in (tenant_tokens or {}).items()}
+        self._tenant_leaves = {name: Leaves() for name in self._max_units}
+        self._num_units: Counter[str] = Counter()  # by tenant
         self._snapshots: OrderedDict[Snapshot, None] = OrderedDict()  # least recently used first
         self._free_slots = list(range(spec.num_slots + spec.num_snapshots - 1, spec.num_slots - 1, -1))
         self._clock = 0
-        self._sequence = itertools.count()
 
     @property
     def num_nodes(self) -> int:
@@ -116,6 +90,23 @@ class PrefixIndex:
     @property
     def num_snapshots(self) -> int:
         return len(self._snapshots)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Snapshots that can be added before one has to go."""
+        return len(self._free_slots)
+
+    def coldest(self, num: int) -> list[Snapshot]:
+        """The `num` snapshots that would go first."""
+        return list(itertools.islice(self._snapshots, num))
+
+    def num_cached_tokens(self, tenant: str) -> int:
+        """Of the units that a tenant registered."""
+        return self._num_units[tenant] * self.spec.unit_tokens
+
+    def max_units(self, tenant: str) -> int:
+        """The most units that one request of the tenant may register."""
+        return self._max_units.get(tenant, self.max_nodes)
 
     # --- finding -------------------------------------------------------------------------------
 
@@ -166,33 +157,44 @@ class PrefixIndex:
     # --- adding --------------------------------------------------------------------------------
 
     def add_units(
-        self, hashes: UnitHashes, num_units: int, start: Node | None, tables: dict[EntryKind, list[int]]
+        self,
+        hashes: UnitHashes,
+        num_units: int,
+        start: Node | None,
+        tables: dict[EntryKind, list[int]],
+        tenant: str = "",
     ) -> Node:
         """Registers units up to `num_units` of a request that holds `tables`; returns the last one's node.
 
-        `start` is a node of the same chain from which to go on, unless it has been evicted. Units that exist are
-        kept as they are: the request's pages of the same text stay its own.
+        `num_units` must be at most `max_units(tenant)`. `start` is a node of the same chain from which to go on, unless
+        it has been evicted. Units that exist are kept as they are: the request's pages of the same text stay its own.
         """
         self._clock += 1
         unit = self.spec.unit_tokens
-        node = start if start and start.alive else self._add(hashes.digests[0], None, {})
+        node = start if start and start.alive else self._add(hashes.digests[0], None, {}, "")
         for depth in range(node.depth + 1, num_units + 1):
             found = self._nodes.get(hashes.digests[depth])
             node = found or self._add(
-                hashes.digests[depth], node, self._listed(depth * unit - unit, depth * unit, tables)
+                hashes.digests[depth], node, self._listed(depth * unit - unit, depth * unit, tables), tenant
             )
             node.last_used = self._clock
-        while len(self._nodes) > max(self.max_nodes, num_units + 1) and self._evict_leaf(keep=node):
+        while len(self._nodes) > max(self.max_nodes, num_units + 1) and self._evict(self._leaves.pop(node), node):
+            pass
+        own = self._tenant_leaves.get(tenant)
+        while (
+            own is not None and self._num_units[tenant] > self._max_units[tenant] and self._evict(own.pop(node), node)
+        ):
             pass
         return node
 
-    def _add(self, digest: bytes, parent: Node | None, pages: Pages) -> Node:
+    def _add(self, digest: bytes, parent: Node | None, pages: Pages, tenant: str) -> Node:
         existing = self._nodes.get(digest)
         if existing:
             return existing
-        node = Node(digest, parent, parent.depth + 1 if parent else 0, pages, self._clock)
+        node = Node(digest, parent, parent.depth + 1 if parent else 0, pages, self._clock, tenant)
         if parent:
             parent.children.add(node)
+            self._num_units[tenant] += 1
         self._retain(pages)
         self._nodes[digest] = node
         self._push(node)
@@ -247,7 +249,7 @@ class PrefixIndex:
         """Evicts until `num` pages of the pool are free or nothing more can be evicted."""
         pool = self.pools[kind]
         while pool.num_free < num:
-            evicted = self.evict_snapshot() if kind is EntryKind.WINDOW else self._evict_leaf()
+            evicted = self.evict_snapshot() if kind is EntryKind.WINDOW else self._evict(self._leaves.pop(None))
             if not evicted:
                 return
 
@@ -259,30 +261,25 @@ class PrefixIndex:
         return True
 
     def clear(self) -> None:
-        """Drops everything."""
-        while self._evict_leaf():
+        """Drops everything, telling nobody."""
+        on_drop, self.on_drop = self.on_drop, None
+        while self._evict(self._leaves.pop(None)):
             pass
+        self.on_drop = on_drop
 
-    def _evict_leaf(self, keep: Node | None = None) -> bool:
-        while self._leaves:
-            pushed, _, node = heapq.heappop(self._leaves)
-            node.in_heap = False
-            if not node.alive or node.children:
-                continue  # a leaf no longer; pushed again when its last child goes
-            if node is keep:
-                self._push(node)
-                return False
-            if node.last_used > pushed:
-                self._push(node)  # used since
-                continue
-            for snapshot in list(node.snapshots.values()):
-                self._drop_snapshot(snapshot, node)
-            self._remove(node)
-            self._prune(node.parent, keep)
-            return True
-        return False
+    def _evict(self, leaf: Node | None, keep: Node | None = None) -> bool:
+        """Drops a leaf with its snapshots; False if there is none."""
+        if leaf is None:
+            return False
+        for snapshot in list(leaf.snapshots.values()):
+            self._drop_snapshot(snapshot, leaf)
+        self._remove(leaf)
+        self._prune(leaf.parent, keep)
+        return True
 
     def _drop_snapshot(self, snapshot: Snapshot, keep_node: Node | None) -> None:
+        if self.on_drop is not None:
+            self.on_drop(snapshot)
         del self._snapshots[snapshot]
         del snapshot.node.snapshots[snapshot.tail]
         self._free_slots.append(snapshot.slot)
@@ -298,16 +295,22 @@ class PrefixIndex:
         node.alive = False
         del self._nodes[node.digest]
         self._release(node.pages)
+        for leaves in self._leaves_of(node):
+            leaves.discard(node)
         parent = node.parent
         if parent:
+            self._num_units[node.tenant] -= 1
             parent.children.discard(node)
             parent.last_used = max(parent.last_used, node.last_used)
             self._push(parent)
 
     def _push(self, node: Node) -> None:
-        if not node.in_heap and not node.children:
-            node.in_heap = True
-            heapq.heappush(self._leaves, (node.last_used, next(self._sequence), node))
+        for leaves in self._leaves_of(node):
+            leaves.push(node)
+
+    def _leaves_of(self, node: Node) -> Iterable[Leaves]:
+        own = self._tenant_leaves.get(node.tenant) if node.parent else None
+        return (self._leaves,) if own is None else (self._leaves, own)
 
     def _retain(self, pages: Pages) -> None:
         for kind, listed in pages.items():
@@ -333,10 +336,11 @@ class PrefixIndex:
             assert node.parent is None or (
                 node in node.parent.children and self._nodes[node.parent.digest] is node.parent
             )
-            assert node.children or node.in_heap, "a leaf that could never be evicted"
+            assert node.children or all(node in leaves for leaves in self._leaves_of(node)), "a leaf that would stay"
             assert all(s in self._snapshots and s.node is node for s in node.snapshots.values())
         assert sum(len(node.snapshots) for node in self._nodes.values()) == len(self._snapshots)
         assert all(s.node.alive for s in self._snapshots)
+        assert Counter(n.tenant for n in self._nodes.values() if n.parent) == +self._num_units
         slots = sorted([*self._free_slots, *(s.slot for s in self._snapshots)])
         assert slots == list(range(self.spec.num_slots, self.spec.num_state_slots)), f"snapshot slots: {slots}"
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from dsjax import sharding
 from dsjax.axes import DATA
+from dsjax.cache.moves import Arrays, BlobKey
 from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.cache.state import CacheState
 from dsjax.config import ModelConfig, SchedulerConfig
@@ -28,6 +29,7 @@ from dsjax.runner.buckets import Bucket, Buckets
 from dsjax.runner.compiles import COMPILES
 from dsjax.runner.output import DeviceOutput, Sent, StepOutput, collect
 from dsjax.runner.sampling import SlotTables
+from dsjax.runner.transfers import DOWNLOAD, Arriving, Transfers, parse
 from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
 from pallas_kernels.cache_write import NOWHERE
 from pallas_kernels.target import Target
@@ -35,7 +37,7 @@ from pallas_kernels.target import Target
 log = logging.getLogger("dsjax")
 
 SET_SLOT = "set a slot's sampling tables"
-Program = Bucket | int | str  # a step's bucket, a number of pages to copy, or SET_SLOT
+Program = Bucket | int | str  # a step's bucket, a number of pages to copy, SET_SLOT, or one of `transfers.py`
 
 
 class Runner:
@@ -44,9 +46,9 @@ class Runner:
     `params` lie on the mesh (`sharding.Placement`); `config` is the model of one pipeline stage, `active` says
     which of its layers each stage has. `all_logits` makes every step return the logits of all its tokens (for
     verification, not for serving). `target` says whose kernels the programs use, by default those of the mesh's
-    devices. `on_launch` is called with every program and its host arrays just before it is run here, `on_read` with
-    a step's results before they are waited for. An `abstract` runner has shapes instead of arrays: it lowers
-    programs and runs none.
+    devices. `host_cache_dtype` is that of the cache's tiers; "" is for an engine without them. `on_launch` is called
+    with every program and its host arrays just before it is run here, `on_read` with a step's results before they are
+    waited for. An `abstract` runner has shapes instead of arrays: it lowers programs and runs none.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Runner:
         fill: float = 0.0,
         abstract: bool = False,
         target: Target | None = None,
+        host_cache_dtype: str = "",
         on_launch: Callable[[Program, Sequence[np.ndarray]], None] | None = None,
         on_read: Callable[[DeviceOutput], None] | None = None,
     ):
@@ -84,6 +87,8 @@ class Runner:
         else:
             self.cache = CacheState.create(spec, config, fill, mesh)
             self.slots = SlotTables.create(*tables)
+        self.transfers = Transfers(spec, mesh, host_cache_dtype) if host_cache_dtype else None
+        self._arriving = Arriving()
         self._layouts = {bucket: Layout(bucket, spec) for bucket in self.buckets}
         self._programs: dict[Program, jax.stages.Compiled] = {}
         self._warm = False
@@ -107,6 +112,7 @@ class Runner:
         """Compiles everything a step can need, one program a core at a time; nothing compiles later."""
         start = time.monotonic()
         keys: list[Program] = [*self.buckets, *self.copy_sizes, SET_SLOT]
+        keys += self.transfers.programs if self.transfers else []
         with (
             tqdm(total=len(keys), desc="compiling", unit="program", disable=not progress) as bar,
             ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -140,6 +146,8 @@ class Runner:
             kinds = self.copy_kinds
             function = functools.partial(step.copy_pages, pages, self.spec.num_state_slots, kinds=kinds)
             return self._lower(function, (), (self.cache,), (self._sent(jnp.int32, len(kinds), 2, key),))
+        if self.transfers and key != SET_SLOT:
+            return self.transfers.lower(key, self.cache)
         vocab = self.config.vocab_size
         sent = self._sent(jnp.int32), self._sent(jnp.int32, vocab), self._sent(jnp.float32, vocab)
         return self._lower(step.write_slot, (), (self.slots,), sent)
@@ -162,7 +170,7 @@ class Runner:
 
     def dispatch(self, plan: StepPlan) -> Sent:
         """Sends a plan to the devices and returns at once; results are read later."""
-        self._run_copies(plan)
+        self.move(plan)
         for shard, part in enumerate(plan.shards):
             for row in part.rows:
                 self._prepare_slot(shard, row)
@@ -176,7 +184,7 @@ class Runner:
         flags = layout.flags(ints)
         flags[...] = flags.max(axis=(0, 1))  # all devices take the same branches, some of which hold collectives
         output = self.launch(bucket, (ints, floats))
-        assert output is not None
+        assert isinstance(output, DeviceOutput)
         return Sent(output, bucket, self.config.vocab_size, num_new)
 
     def _microbatches(self, part: ShardPlan) -> list[list[RowPlan]]:
@@ -189,12 +197,41 @@ class Runner:
             before += row.num_new
         return batches
 
-    def launch(self, key: Program, arrays: Sequence[np.ndarray]) -> DeviceOutput | None:
+    def move(self, plan: StepPlan) -> None:
+        """Sends a plan's moves (`cache/moves.py`) alone; `dispatch` does so first."""
+        if any(part.downloads for part in plan.shards):
+            assert self.transfers is not None
+            for name, index, tickets in self.transfers.download_calls([part.downloads for part in plan.shards]):
+                self._arriving.add(self.launch(name, (index,)), tickets)  # type: ignore[arg-type]
+        self._run_copies(plan)
+        if any(part.uploads for part in plan.shards):
+            assert self.transfers is not None
+            for name, arrays in self.transfers.upload_calls([part.uploads for part in plan.shards], self.cache):
+                self.launch(name, arrays)
+
+    def downloaded(self, wait: bool = False) -> list[tuple[BlobKey, Arrays]]:
+        """The downloads that have arrived since the last call, in order; with `wait` all that were sent."""
+        return self._arriving.take(wait)
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """How fast the latest download came; 0 before the first."""
+        return self._arriving.bytes_per_s
+
+    def launch(self, key: Program, arrays: Sequence[np.ndarray]) -> DeviceOutput | tuple[jax.Array, ...] | None:
         """Runs a program on host arrays; the device arrays it updates stay here. All device work goes through this,
         in one order, so that other processes can do the same."""
         if self.on_launch is not None:
             self.on_launch(key, arrays)
         program = self._program(key)
+        if self.transfers and isinstance(key, str) and key != SET_SLOT:
+            direction, kind = parse(key)
+            kept = self.transfers.kept(self.cache, kind)
+            sent = jax.device_put(list(arrays), self.transfers.shardings(key, self.cache))
+            if direction == DOWNLOAD:
+                return program(kept, *sent)
+            self.cache = self.transfers.replaced(self.cache, kind, program(kept, *sent))
+            return None
         sent = self._to_devices(arrays)
         if isinstance(key, Bucket):
             self.cache, self.slots, output = program(self.params, self.cache, self.slots, *sent)

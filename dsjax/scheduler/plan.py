@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dsjax.cache.manager import RequestCache
+from dsjax.cache.moves import Download, Upload
 from dsjax.cache.spec import Copy
 from dsjax.request import Request
 
@@ -27,10 +28,12 @@ class RowPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """What one data shard does in a step: rows in the order they are packed; `copies` run before them."""
+    """What one data shard does in a step: its moves (`cache/moves.py`), then rows in the order they are packed."""
 
     rows: list[RowPlan] = field(default_factory=list)
+    downloads: list[Download] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    uploads: list[Upload] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -190,7 +190,13 @@ class Shard:
         budget = min(budget, policy.chunk_limit(self.config, self._limits, request.path))
         first = min(remaining, budget, self.cache.spec.max_chunk_tokens)
         admission = self.cache.admit(
-            request.request_id, request.token_ids, request.cache_salt, request.reads_prefix_cache, first, hashes
+            request.request_id,
+            request.token_ids,
+            request.cache_salt,
+            request.reads_prefix_cache,
+            first,
+            hashes,
+            request.tenant,
         )
         if admission is None:
             return False
@@ -213,7 +219,7 @@ class Shard:
     def take_plan(self) -> ShardPlan:
         """What was planned, for a step that is dispatched next."""
         rows = [self._row(request) for request in self.running if request in self._grants]
-        return ShardPlan(rows=rows, copies=self.cache.take_copies())
+        return ShardPlan(rows=rows, **self.cache.take_moves()._asdict())
 
     def _row(self, request: Request) -> RowPlan:
         num_new = self._grants[request]

@@ -1,14 +1,19 @@
 """What the device would hold: for every entry, row and STATE slot the token prefix that it was computed from.
 
-The runner's contract in 60 lines: copies first as one gather, then the step's writes, then its reads.
+The runner's contract in short: downloads, then copies as one gather, then uploads, the step's writes, and its reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from dsjax.cache.manager import CacheManager
+from dsjax.cache.moves import Arrays, BlobKey, Moves
 from dsjax.cache.spec import Copy, EntryKind
+
+NOTHING = np.iinfo(np.int64).min  # on the host, in place of an entry that was never written
 
 
 def prefix_names(salt: str, tokens: Sequence[int]) -> list[int]:
@@ -26,6 +31,29 @@ class DeviceModel:
             kind: {page: {} for page in range(self.spec.kinds[kind].num_pages)} for kind in self.spec.pool_kinds
         }
         self.state: dict[int, int] = {}  # slot -> name of the prefix behind it
+
+    def move(self, moves: Moves) -> list[tuple[BlobKey, Arrays]]:
+        """Does the moves; returns what was downloaded."""
+        down = [(download.key, self._read(download.kind, download.src)) for download in moves.downloads]
+        self.copy(moves.copies)
+        into = [(move.kind, move.dst) for move in (*moves.copies, *moves.uploads)]
+        assert len(set(into)) == len(into), "a destination occurs twice"
+        for upload in moves.uploads:
+            (values,) = upload.arrays
+            if upload.kind is EntryKind.STATE:
+                self.state[upload.dst] = int(values[0])
+            else:
+                found = {place: int(name) for place, name in enumerate(values) if name != NOTHING}
+                self.pages[upload.kind][upload.dst] = found
+        return down
+
+    def _read(self, kind: EntryKind, src: int) -> Arrays:
+        if kind is EntryKind.STATE:
+            return (np.array([self.state[src]], np.int64),)
+        page = np.full(self.spec.kinds[kind].entries_per_page, NOTHING, np.int64)
+        for place, name in self.pages[kind][src].items():
+            page[place] = name
+        return (page,)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         destinations = [(copy.kind, copy.dst) for copy in copies]

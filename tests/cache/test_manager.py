@@ -34,7 +34,7 @@ class Runner:
             boundary = manager.next_boundary(request_id, start, len(tokens))
             stop = min(end, boundary, start + manager.spec.max_chunk_tokens)
             assert manager.extend(request_id, stop)
-            self.device.copy(manager.take_copies())
+            self.device.copy(manager.take_moves().copies)
             self.device.step(manager, [(request_id, self.names, start, stop)])
             manager.computed(request_id, tokens, stop)
             manager.check()
@@ -130,11 +130,11 @@ def test_partial_chunks_of_an_aborted_request_are_not_complete_units():
 def test_copies_of_a_hit():
     runner = Runner(num_seqs=2)
     runner.complete("a", list(range(37)))
-    runner.manager.take_copies()
+    runner.manager.take_moves()
     request_slot = 1
     assert runner.start("b", list(range(50))) == Admission(slot=request_slot, num_cached=37, num_shared=37)
     # 37 tokens: 9 CSA entries (the second page holds one), 4 HCA entries (two full pages), 5 rows of window page 4.
-    copies = {copy.kind: copy for copy in runner.manager.take_copies()}
+    copies = {copy.kind: copy for copy in runner.manager.take_moves().copies}
     request = runner.manager.request("b")
     assert set(copies) == {CSA, WINDOW, STATE}
     assert copies[CSA].dst == request.pages[CSA][1]
@@ -148,7 +148,7 @@ def test_snapshot_and_hit_in_one_plan_copy_from_the_row():
     runner.start("a", list(range(8)))
     runner.go_on("a", list(range(8)), 8)  # its snapshot at 8 is copied with the next plan
     assert runner.start("b", list(range(20))).num_cached == 8
-    copies = [copy for copy in runner.manager.take_copies() if copy.kind is STATE]
+    copies = [copy for copy in runner.manager.take_moves().copies if copy.kind is STATE]
     assert copies == [Copy(STATE, 0, 4), Copy(STATE, 0, 1)]  # not 4 to 1: nothing is in 4 yet
 
 

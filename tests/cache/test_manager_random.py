@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from dsjax.cache.manager import CacheManager
+from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.spec import CacheSpec
+from dsjax.cache.tiers import Tiers
 from dsjax.config import LayerKind
 from tests.cache.device_model import DeviceModel, prefix_names
 from tests.cache.specs import cache_spec
@@ -29,9 +31,10 @@ class Sequence:
 class World:
     """A careless scheduler: it does in any order whatever a real one might do."""
 
-    def __init__(self, spec: CacheSpec, seed: int):
+    def __init__(self, spec: CacheSpec, seed: int, tiers: Tiers | None = None, tenant_tokens: dict | None = None):
         self.rng = random.Random(seed)
-        self.manager = CacheManager(spec)
+        self.tiers, self.on_the_way = tiers, []
+        self.manager = CacheManager(spec, tiers, tenant_tokens)
         self.device = DeviceModel(self.manager)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -41,6 +44,8 @@ class World:
     def op(self) -> None:
         self.num_ops += 1
         self.manager.check()
+        if self.tiers is not None:
+            self.tiers.check()
 
     def arrive(self) -> None:
         rng, limit = self.rng, min(self.manager.spec.max_request_tokens, 180)
@@ -73,10 +78,16 @@ class World:
     def admit(self, sequence: Sequence) -> bool:
         manager = self.manager
         before = manager.num_free, manager.num_cached, manager.num_free_slots
-        admission = manager.admit(sequence.request_id, sequence.tokens, sequence.salt, sequence.uses_cache, 4)
+        if self.tiers is not None and sequence.uses_cache:
+            manager.want(sequence.tokens, UnitHashes(sequence.salt, manager.spec.unit_tokens), 0)
+            self.tiers.poll()
+        admission = manager.admit(
+            sequence.request_id, sequence.tokens, sequence.salt, sequence.uses_cache, 4, tenant=sequence.salt
+        )
         self.op()
         if admission is None:
-            assert before == (manager.num_free, manager.num_cached, manager.num_free_slots)
+            assert self.tiers or before == (manager.num_free, manager.num_cached, manager.num_free_slots)
+            assert sum(before[:2]) == manager.num_free + manager.num_cached and before[2] == manager.num_free_slots
             return False
         assert admission.num_cached <= admission.num_shared < len(sequence.tokens)
         sequence.num_computed = admission.num_cached
@@ -131,7 +142,11 @@ class World:
             self.chaos()  # after pages were planned, before the step
             plan = [row for row in plan if row[0] in self.running and row[0].num_computed == row[1]]
             plan = [row for row in plan if self.manager.extend(row[0].request_id, row[2])]
-        self.device.copy(manager.take_copies())
+        self.on_the_way += self.device.move(manager.take_moves())
+        if self.tiers is not None:
+            self.tiers.poll()
+        while self.tiers and self.on_the_way and self.rng.random() < 0.9:
+            self.tiers.put(*self.on_the_way.pop(0))
         self.device.step(manager, [(s.request_id, s.names, start, end) for s, start, end in plan])
         for sequence, _, end in plan:
             sequence.num_computed = end
