@@ -124,6 +124,9 @@ class Controller:
         self._most = Limits.of(scheduler)
         self._tokens = _Knob(scheduler.max_num_batched_tokens, config.feedback_window_s)
         self._rows = _Knob(scheduler.max_num_seqs, config.feedback_window_s)
+        # With rows for some tenants alone, there has to be one for all others, or they would never start.
+        self._least_rows = 1 + sum(tenant.reserved_seqs for tenant in scheduler.tenants)
+        self._rows.value = max(self._rows.value, self._least_rows)
         self._tokens.value = max(self._tokens.value, self._rows.value)
         self._strain = 0.0  # of good values: they are given up at 1
         self._blamed: _Knob | None = None  # for the last window, if nothing told the two apart
@@ -242,7 +245,7 @@ class Controller:
         return percentile((self._amount(knob, s) / s.step_s for s in full), 0.5)
 
     def _least(self, knob: _Knob) -> int:
-        return 1 if knob is self._rows else max(self._rows.value, self._num_rows)
+        return self._least_rows if knob is self._rows else max(self._rows.value, self._num_rows)
 
     def _is_slow(self, step: _Step) -> bool:
         limits = [limit for limit in (self._itl_s, self._ttft_s / 3) if limit]

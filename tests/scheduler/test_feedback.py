@@ -6,6 +6,7 @@ import pytest
 
 from dsjax.config import FeedbackConfig, SchedulerConfig
 from dsjax.scheduler.feedback import Controller, percentile
+from dsjax.serving_config import TenantConfig
 from tests.scheduler.simulated_device import Device, Fixed, Run, run
 
 TARGET_S, FLAT_S = 0.05, 0.02
@@ -161,6 +162,14 @@ def test_the_budget_never_falls_below_the_rows_nor_a_limit_to_0():
         f.steps(12, 1.0, *limits(f.c))
         assert limits(f.c)[0] >= limits(f.c)[1] >= 1
     assert limits(f.c) == (1, 1)
+
+
+def test_rows_never_fall_to_those_that_are_reserved():
+    f = Fed(controller(tenants=(TenantConfig(name="vip", reserved_seqs=17),)))
+    assert limits(f.c) == (64, 18)
+    for _ in range(20):
+        f.steps(12, 1.0, 18, 18)
+    assert limits(f.c) == (18, 18)
 
 
 def test_nothing_is_judged_while_rows_beyond_a_lower_limit_end():
