@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from benchmarks.workloads import WorkItem
 from servers.proto.dsjax.v1 import inference_pb2 as pb
 from servers.proto.dsjax.v1 import inference_pb2_grpc as rpc
 
+CONNECT_S = 10.0  # how long to wait for the server; then every request says what is wrong
 # A prompt of a million ids is about 3 MB; answers are small.
 CHANNEL_OPTIONS = [("grpc.max_send_message_length", 64 << 20), ("grpc.max_receive_message_length", 64 << 20)]
 
@@ -34,7 +36,6 @@ async def run(
     `vllm bench serve`. A refused or broken request becomes a record with an error.
     """
     limit = asyncio.Semaphore(max_concurrency or len(items) or 1)
-    begin = time.perf_counter()
 
     async def one(stub: Any, item: WorkItem, arrival: float) -> Record:
         await asyncio.sleep(max(0.0, arrival - (time.perf_counter() - begin)))
@@ -57,6 +58,9 @@ async def run(
 
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = rpc.InferenceStub(channel)
+        with contextlib.suppress(TimeoutError):  # gRPC sends what it queues before it is connected in any order
+            await asyncio.wait_for(channel.channel_ready(), CONNECT_S)
+        begin = time.perf_counter()
         tasks = [one(stub, item, arrival) for item, arrival in zip(items, arrivals, strict=True)]
         records = await asyncio.gather(*tasks)
     return list(records), time.perf_counter() - begin
