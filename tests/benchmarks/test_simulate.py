@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import offline, simulate
-from benchmarks.baselines import contiguous_rows, naive
+from benchmarks.baselines import contiguous_bytes, contiguous_rows, naive
 from benchmarks.calibrate import Recorder, Sample, StepTable
 from benchmarks.roofline import Roof
 from benchmarks.simulated import Device, Roofline, make_engine
@@ -162,11 +162,12 @@ def test_what_no_device_can_hold_is_not_simulated():
 
 def test_rows_of_a_contiguous_cache():
     config, model = engine_config(), model_config()
-    # Bytes of 128 tokens: window, 3 pages of 8 x 64 in 4 layers; CSA, 32 x 64 in 2; keys, 32 x 32 in 2; HCA, 16 x 64;
-    # STATE
-    row = 3 * 8 * 64 * 4 + 32 * 64 * 2 + 32 * 32 * 2 + 16 * 64 + 1344
+    # Bytes of 128 tokens: 8 latents of 64 bytes in 4 layers; CSA, 32 x 64 in 2; keys, 32 x 32 in 2; HCA, 16 x 64; STATE
+    others = 32 * 64 * 2 + 32 * 32 * 2 + 16 * 64 + 1344
+    assert contiguous_bytes(config, model, "float32") == 8 * 64 * 4 + others
+    assert contiguous_bytes(config, model, "float32", rings=False) == 128 * 64 * 4 + others
     ours = CacheSpec.of(model, config.cache, config.scheduler, 128, "float32").num_bytes()
-    assert contiguous_rows(config, model, 128, "float32") == ours // row == 16
+    assert contiguous_rows(config, model, "float32") == ours // (8 * 64 * 4 + others) == 22
     plain = naive(config, model, 100, "float32")
     assert plain.scheduler.max_num_seqs == 4  # not more than ours
     assert plain.scheduler.max_num_batched_tokens == 100 and not plain.scheduler.enable_chunked_prefill
