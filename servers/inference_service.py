@@ -92,10 +92,10 @@ class InferenceService(pb_grpc.InferenceServicer):
                 token_ids = prompt.token_ids
             elif not request.session_id:
                 raise invalid("session_id='' is not allowed: name a session, or set text, token_ids or chat")
-            await self._thread.call(
+            found = await self._thread.call(
                 lambda engine: engine.prefetch(token_ids=token_ids, session_id=request.session_id, cache_salt=salt)
             )
-            return pb.PrefetchResponse()
+            return pb.PrefetchResponse(found=found)
         raise AssertionError
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:

@@ -28,6 +28,7 @@ log = logging.getLogger("dsjax.server")
 # After its last message a call still has to send its status; connections are closed at the latest then.
 FLUSH_S = 1.0
 ENGINE_STOP_S = 5.0  # longer than any step; loading and compiling take longer and are abandoned
+DISK_STOP_S = 120.0  # with a cache on disk: what is on the device is written there at the end
 
 
 def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -116,8 +117,15 @@ class Server:
             await _within(self.service.requests.idle, FLUSH_S)  # longer only for a client that does not read
         await self._server.stop(FLUSH_S)
         self.service.requests.close()
-        busy = self.thread.state in (State.LOADING, State.WARMING)
-        return await self.thread.stop(0 if busy else ENGINE_STOP_S)
+        return await self.thread.stop(self._stop_s())
+
+    def _stop_s(self) -> float:
+        """How long the engine may take to end."""
+        state = self.thread.state
+        if state in (State.LOADING, State.WARMING):
+            return 0.0
+        has_disk = state is State.SERVING and self.thread.engine.config.tiers.disk_cache_bytes
+        return DISK_STOP_S if has_disk else ENGINE_STOP_S
 
     def end_streams(self, why: str) -> None:
         """Ends every live call and job with UNAVAILABLE."""

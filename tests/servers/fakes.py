@@ -143,8 +143,9 @@ class FakeEngine:
     def wake_s(self) -> float | None:
         return None
 
-    def prefetch(self, *, token_ids: Sequence[int], session_id: str, cache_salt: str) -> None:
+    def prefetch(self, *, token_ids: Sequence[int], session_id: str, cache_salt: str) -> bool:
         self.log.append(("prefetch", f"{list(token_ids)} {session_id!r} {cache_salt!r}"))
+        return bool(session_id)
 
     def step(self) -> list[TokenEvent]:
         if not self.gate.is_set():

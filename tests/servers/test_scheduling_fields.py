@@ -80,7 +80,7 @@ def test_prefetch_hands_over_what_a_request_would_begin_with():
             pb.PrefetchRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="a")])),
             pb.PrefetchRequest(session_id="s"),
         ):
-            await h.stub.Prefetch(message)
+            assert (await h.stub.Prefetch(message)).found == bool(message.session_id)
         assert h.engine.log == [
             ("prefetch", "[256, 97, 98] '' 'c'"),
             ("prefetch", "[7, 8] '' ''"),

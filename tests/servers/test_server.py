@@ -12,6 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from dsjax.errors import ConfigError
+from dsjax.serving_config import TierConfig
+from servers import server
 from servers.flags import ServerConfig
 from servers.proto.dsjax.v1 import inference_pb2 as pb
 from servers.server import Server, channel_options
@@ -103,6 +105,30 @@ class _Endless(FakeEngine):
         self.gate.wait(0.001)
         self.gate.set()
         return super().step()
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_an_engine_with_a_cache_on_disk_gets_the_time_to_write_it(disk, monkeypatch, tmp_path):
+    monkeypatch.setattr(server, "ENGINE_STOP_S", 0.0)
+
+    class Writing(FakeEngine):
+        def close(self, error=None):
+            self.gate.clear()
+            self.gate.wait(0.05)
+            super().close(error)
+
+    engine = Writing()
+    tiers = TierConfig(host_cache_bytes=1, disk_cache_dir=str(tmp_path), disk_cache_bytes=1) if disk else TierConfig()
+    engine.config = dataclasses.replace(engine.config, tiers=tiers)
+
+    async def body():
+        made = server.Server(lambda: engine, ServerConfig(port=0))
+        await made.start()
+        await made.wait_ready()
+        assert await made.drain(0) == disk
+        await made.thread.stop(TIMEOUT_S)
+
+    asyncio.run(asyncio.wait_for(body(), TIMEOUT_S))
 
 
 def test_reflection_lists_the_services():
