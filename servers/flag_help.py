@@ -83,7 +83,7 @@ SERVER = {
     "grace_period_s": "how long running requests may go on after SIGTERM",
     "max_message_bytes": "largest request or answer message",
     "max_unread_tokens": "tokens and log-probabilities a client may leave unread before its call is ended",
-    "max_num_jobs": "asynchronous jobs, running or kept for GetResult; more are refused with RESOURCE_EXHAUSTED",
+    "max_num_jobs": "asynchronous jobs, running or kept, and calls that may become jobs; more are refused",
     "max_job_bytes": "memory of all jobs' prompts and answers, about",
     "job_ttl_s": "how long a job's result is kept after its end",
     "keepalive_time_ms": "idle time after which a connection is pinged",

@@ -137,9 +137,10 @@ class JobStore:
     def grow(self, job: Job, num_bytes: int) -> RequestError | None:
         if self._jobs.get(job.request.request_id) is not job:
             return None
-        self._expire()
         job.num_bytes += num_bytes
         self.num_bytes += num_bytes
+        if self.num_bytes > self._max_job_bytes:
+            self._expire()
         if self.num_bytes <= self._max_job_bytes:
             return None
         error = self._full(f"jobs hold {self.num_bytes} bytes, more than max_job_bytes={self._max_job_bytes}")
@@ -161,10 +162,8 @@ class JobStore:
         self._on_end(job)
 
     def _expire(self) -> None:
-        for job in list(self._ended.values()):
-            if self.expires_in_s(job):
-                break
-            self.forget(job)
+        while self._ended and self.expires_in_s(first := next(iter(self._ended.values()))) == 0:
+            self.forget(first)
 
     def _full(self, what: str) -> RequestError:
         first = next(iter(self._ended.values()), None)

@@ -130,6 +130,22 @@ def test_cancelled_and_expired_calls_return_every_page_within_a_second(stub):
     assert loads.num_pages_free + loads.num_pages_cached == total
 
 
+def test_a_job_and_a_call_that_becomes_one_answer_what_a_call_does(stub):
+    params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 200}
+    (unary,) = stub.Generate(request(PROMPT, stream=False, **params))
+    submitted = stub.Submit(request(PROMPT, **params)).job_id
+    message = request(PROMPT, **params)
+    message.interactive_timeout_s = 0.02  # 200 tokens take ten times as long
+    with pytest.raises(grpc.RpcError) as raised:
+        list(stub.Generate(message))
+    became = dict(raised.value.trailing_metadata())["job-id"]  # type: ignore[attr-defined]
+    for job_id in (submitted, became):
+        result = stub.GetResult(pb.GetResultRequest(job_id=job_id, wait_s=60, discard=True))
+        assert result.state == pb.JOB_STATE_DONE
+        assert result.response.outputs == unary.outputs
+    assert not stub.Prefetch(pb.PrefetchRequest(text=PROMPT)).found  # no tiers
+
+
 def test_model_info_and_health(server, stub):
     info = stub.GetModelInfo(pb.GetModelInfoRequest())
     assert info.vocab_size == nano().engine.model_config.vocab_size
