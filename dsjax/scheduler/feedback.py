@@ -22,7 +22,8 @@ from typing import NamedTuple
 from dsjax.config import FeedbackConfig, SchedulerConfig
 from dsjax.scheduler.policy import Limits
 
-MIN_STEPS, MIN_ITLS = 10, 20  # in a window that counts
+MIN_STEPS, MIN_ITLS = 10, 20  # in a window that counts; with fewer it goes on ...
+MOST_WINDOWS = 5  # ... but where answers are of one token there are no times between tokens, and nobody to wait for
 START = 4  # the first limits are a fourth of the config's: climbing to the knee costs less than draining down to it
 STRIDES = 8  # a limit of which no bad value is known rises by an eighth of the config's at most
 PAYS = 0.95  # a rise may not lower the rate below this part of what it was
@@ -132,10 +133,10 @@ class Controller:
         self._blamed: _Knob | None = None  # for the last window, if nothing told the two apart
         self._num_rows = 0  # of the last step
         self._settle = 0  # steps to come that were sent with earlier limits
-        self._begin_window(0.0)
+        self._begin_window()
 
-    def _begin_window(self, now_s: float) -> None:
-        self._begin_s = now_s
+    def _begin_window(self) -> None:
+        self._begin_s = 0.0  # set by its first step
         self._steps: list[_Step] = []
         self._itls: list[float] = []
         self._ttfts: list[float] = []
@@ -179,16 +180,20 @@ class Controller:
         self._num_rows = num_rows
         if self._settle or num_rows > self._rows.value:  # rows beyond a lower limit run to their end
             self._settle = max(self._settle - 1, 0)
-            self._begin_window(now_s)
+            self._begin_window()
             return
+        if not self._steps:
+            self._begin_s = now_s - step_s
         self._steps.append(_Step(num_tokens, num_rows, step_s))
-        if len(self._steps) < MIN_STEPS or (self._itl_s and len(self._itls) < MIN_ITLS):
+        windows = (now_s - self._begin_s) / self.config.feedback_window_s
+        few = self._itl_s and len(self._itls) < MIN_ITLS and windows < MOST_WINDOWS
+        if len(self._steps) < MIN_STEPS or few:
             return
         fresh = self._tokens.fresh or self._rows.fresh
-        if now_s - self._begin_s >= self.config.feedback_window_s or (fresh and self._is_plainly_bad()):
+        if windows >= 1 or (fresh and self._is_plainly_bad()):
             if self._judge(now_s):
                 self._settle = 2
-            self._begin_window(now_s)
+            self._begin_window()
 
     def _is_plainly_bad(self) -> bool:
         """More than half of the times are too long: what was raised need not wait for the end of the window."""

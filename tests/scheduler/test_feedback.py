@@ -69,6 +69,22 @@ def test_a_limit_that_was_reached_rises_by_a_step_and_no_other_does():
     assert f.c.num_raised == 3
 
 
+def test_where_answers_have_one_token_nothing_is_between_tokens_and_limits_rise():
+    f = Fed(controller())
+    for _ in range(260):
+        f.now_s += 0.02
+        f.c.step(f.now_s, 0.02, 64, 8)
+    assert limits(f.c) == (96, 16)
+
+
+def test_an_idle_time_is_not_part_of_a_window():
+    f = Fed(controller())
+    f.steps(50, 0.02, 16, 16)
+    f.now_s += 1000.0
+    f.steps(12, 0.02, 24, 24)
+    assert limits(f.c) == (64, 24)
+
+
 def test_both_reached_rows_rise_first_unless_first_tokens_are_late():
     f = Fed(controller(ttft_ms=400.0))
     assert f.window(0.02, 64, 16) == (64, 24)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -152,6 +153,14 @@ def test_model_info_and_health(server, stub):
     with grpc.insecure_channel(server[1]) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_loads_have_every_number_of_the_stats(stub):
+    stats = nano().engine.stats()
+    counters = dict(_loads(stub).counters)
+    expected = {f.name for f in dataclasses.fields(stats)} - {f.name for f in pb.GetLoadsResponse.DESCRIPTOR.fields}
+    assert expected - {"num_running_per_shard"} <= set(counters)
+    assert (counters["degrade_level"], counters["num_shed"], counters["num_refused"]) == (0, 0, 0)
 
 
 def test_sigterm_lets_live_streams_finish(stub):
