@@ -27,6 +27,7 @@ def run(
     arrivals: Sequence[float],  # seconds from the start, ascending
     max_concurrency: int | None = None,
     static_batch: int = 0,
+    until_s: float = math.inf,
     params: Callable[[WorkItem], SamplingParams],
     follow: Follow = lambda item, record: None,
     cache_salt: str = "",
@@ -39,7 +40,8 @@ def run(
     A request's time starts when it arrives; with `max_concurrency` when it is given to the engine, as in
     `vllm bench serve`. A refused request becomes a record with an error. `static_batch` is the old way of serving: an
     engine that is idle gets so many requests, and no others until all of them have ended. `follow` is called with each
-    request that ended and may name another that arrives so many seconds later.
+    request that ended and may name another that arrives so many seconds later. After `until_s` seconds what is live is
+    cancelled, its record as it is then.
     """
     begin = clock()
     ahead = [(begin + at, number, item) for number, (at, item) in enumerate(zip(arrivals, items, strict=True))]
@@ -75,6 +77,10 @@ def run(
 
     while ahead or live:
         now = clock()
+        if now - begin >= until_s:
+            for name in live:
+                engine.cancel(name)
+            break
         room = max_concurrency - len(live) if max_concurrency else len(ahead)
         if static_batch:
             room = 0 if live else static_batch

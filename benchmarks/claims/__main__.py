@@ -29,15 +29,17 @@ RESULTS = Path(__file__).parents[1] / "results" / "claims.jsonl"
 
 def claims() -> dict[str, Callable[[Bench], Iterator[Row]]]:
     """By the name that --only takes, in the order of the table."""
-    from benchmarks.claims import latency, memory, throughput
+    from benchmarks.claims import feedback, latency, memory, throughput
 
     measures = (
         throughput.mix,
         throughput.long_context,
         memory.pressure,
+        feedback.load,
         latency.short_first,
         throughput.paged,
         latency.users,
+        latency.streams,
         memory.prefix,
     )
     return {measure.__name__: measure for measure in measures}

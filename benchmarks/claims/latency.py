@@ -92,3 +92,24 @@ def users(bench: Bench) -> Iterator[Row]:
         figures={"static": static.figures, **ours.figures},
         config=ours.config,
     )
+
+
+def streams(bench: Bench) -> Iterator[Row]:
+    """300 streams at once against a server process of its own, each compared with its solo run."""
+    from benchmarks.streams import measure
+
+    rows = 16
+    result = measure(num_streams=300, serve_flags=(f"--model={bench.model}", "--config=nano", f"--max_num_seqs={rows}"))
+    lost, other, overtaken = result["lost"], result["different_from_solo"], result["most_overtaken"]
+    yield Row(
+        name="streams",
+        claim="300 concurrent users 3 s -> under 500 ms",
+        where=f"CPU, {bench.model}, gRPC",
+        measure=f"300 streams at once on {rows} rows: lost, different from solo, and the most later ones that any saw "
+        f"served before it (fair: fewer than {rows}, which start in one step)",
+        bar="0, 0, fair",
+        measured=f"{lost} lost, {other} differ, {overtaken} overtook; {result['output_throughput']:.0f} tokens/s, P99 "
+        f"TTFT {result['p99_ttft_ms'] / 1e3:.1f} s",
+        met=not lost and not other and overtaken < rows,
+        figures=result,
+    )

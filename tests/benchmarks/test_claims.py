@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.claims import __main__ as program
-from benchmarks.claims import latency, memory, throughput
+from benchmarks.claims import feedback, latency, memory, throughput
 from benchmarks.claims.bench import Row, measure
+from benchmarks.metrics import Record
 from benchmarks.simulated import make_engine
 from benchmarks.workloads import Sessions
 from dsjax.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -85,6 +87,32 @@ def test_short_requests_go_first_within_the_bound():
     row = latency._short_first("sim", ((3, 96, 2), (20, 4, 2)), 0.2, 64, engine_config, run)
     assert row.figures["spread_s"]["shortest"] < row.figures["spread_s"]["fcfs"]
     assert row.figures["longest_wait_s"]["shortest"] <= row.figures["bound_s"]
+
+
+def test_the_knee_is_looked_for_by_fixed_limits_and_by_feedback(monkeypatch):
+    """Steps take 1 s up to 8 tokens and a second for each further one."""
+    monkeypatch.setattr(feedback, "BUDGETS", (4, 8, 12, 16))
+    monkeypatch.setattr(feedback, "HORIZON_S", 600.0)
+    monkeypatch.setattr(feedback, "TARGET_ITL_MS", 1600.0)
+    monkeypatch.setattr(feedback, "LOADS", (0.5, 2.0))
+
+    def knee(shards, bucket) -> float:
+        return 1.0 + max(0, sum(num_new for rows in shards for _, num_new in rows) - 8)
+
+    def on_knee(engine_config, items, **options):
+        engine, clock = make_engine(engine_config, model_config(), knee, dtype="float32")
+        return measure(engine, items, clock=clock, sleep=clock.sleep, **options)
+
+    row = feedback._load("sim", config(max_num_waiting=1 << 20), 24, 64, most_rate=0.5, run=on_knee)
+    assert row.figures["knee"] == 8
+    assert row.figures["fixed"]["8"][1] == pytest.approx(1000.0) and row.figures["fixed"]["16"][1] > 1280
+    assert row.figures["loads"]["0.5"][0] < row.figures["loads"]["2.0"][0]
+
+
+def test_steady_counts_the_last_two_thirds(monkeypatch):
+    monkeypatch.setattr(feedback, "HORIZON_S", 9.0)
+    record = Record(id=0, prompt_len=1, start_s=0.0, token_times_s=[1.0, 2.0, 4.0, 8.0, 10.0])
+    assert feedback.steady([record]) == (2 / 6, pytest.approx(np.percentile([2000.0, 4000.0], 99)))
 
 
 def test_memory_rows_count_pages_and_hits():

@@ -87,6 +87,23 @@ def test_a_static_batch_ends_with_its_longest_answer():
     assert records[2].start_s == 0.0 and records[2].ttft_s == pytest.approx(last + 1.4)
 
 
+def test_a_run_that_is_cut_off_cancels_what_is_live():
+    engine, clock = make_engine(engine_config(), model_config(), timer, dtype="float32")
+    items = [item(0, 8, 50), item(1, 8, 2)]
+    records, duration = offline.run(
+        engine,
+        items,
+        arrivals=[0.0, 100.0],
+        until_s=5.0,
+        params=simulate.greedy,
+        clock=clock,
+        sleep=clock.sleep,
+    )
+    assert_idle(engine)
+    assert [r.id for r in records] == [0] and records[0].token_times_s == pytest.approx([1.8, 2.9, 4.0, 5.1])
+    assert duration == pytest.approx(5.1)
+
+
 def test_a_lone_request_waits_for_company_in_virtual_time():
     records, _, _ = run([item(0, 4, 1)], batch_wait_s=0.5)
     assert records[0].token_times_s == pytest.approx([0.5 + 1.4])
