@@ -32,6 +32,8 @@ from dsjax.tokenizer import Tokenizer
 
 log = logging.getLogger("dsjax")
 
+HINT_POLL_S = 0.005  # how often an idle engine looks for what it prefetches from disk; a file takes some milliseconds
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats(ControlStats, TierStats):
@@ -200,7 +202,11 @@ class Engine:
 
     def wake_s(self) -> float | None:
         """When, on the engine's clock, to step again although nothing arrives; None: at once if there is work."""
-        return None if self._in_flight or self._shed else self.scheduler.wake_s
+        if self._in_flight or self._shed:
+            return None
+        if self.tiers.has_hints and not self.scheduler.num_live:
+            return self.clock() + HINT_POLL_S
+        return self.scheduler.wake_s
 
     # --- the loop ------------------------------------------------------------------------------
 

@@ -91,6 +91,11 @@ class EngineTiers:
         self.move()
         return moved
 
+    @property
+    def has_hints(self) -> bool:
+        """Whether something prefetched is still to come from disk."""
+        return bool(self._hints)
+
     def forget(self) -> None:
         """Forgets everything below the device, also what is on its way."""
         if self.tiers is not None:

@@ -18,37 +18,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dsjax.errors import ConfigError, ErrorCode, RequestError
 from dsjax.request import FinishReason, Request, TokenEvent
+from servers.engine_like import EngineLike
 from servers.streams import EventStream, Keeper
 
 log = logging.getLogger("dsjax.engine_thread")
 T = TypeVar("T")
-
-
-class EngineLike(Protocol):
-    """What the server uses of dsjax.engine.Engine; tests bring their own."""
-
-    config: Any
-    model_config: Any
-    tokenizer: Any
-    max_model_len: int
-    clock: Callable[[], float]
-
-    def warm_up(self, progress: bool = False) -> None: ...
-    def add(self, request: Request) -> None: ...
-    def cancel(self, request_id: str) -> bool: ...
-    def step(self) -> list[TokenEvent]: ...
-    def has_work(self) -> bool: ...
-    def wake_s(self) -> float | None: ...
-    def prefetch(self, *, token_ids: Sequence[int], session_id: str, cache_salt: str) -> bool: ...
-    def stats(self) -> Any: ...
-    def watch(self, fail: Callable[[BaseException], None]) -> None: ...
-    def close(self, error: BaseException | None = None) -> None: ...
 
 
 class State(enum.Enum):
@@ -242,7 +222,7 @@ class EngineThread:
             engine.watch(self._finish)  # after SERVING, which must not come after a FAILED
             self._on_loop(_set_result, self._ready, None)
             while self._do_commands(engine):
-                if engine.has_work():
+                if engine.has_work() or engine.wake_s() is not None:
                     self._step_began_s = time.monotonic()
                     events, self._step_began_s = engine.step(), None
                     self._hand_over(engine, events)
@@ -258,9 +238,10 @@ class EngineThread:
         self._on_loop(self._on_state, state)
 
     def _do_commands(self, engine: EngineLike) -> bool:
-        """Waits for commands or work, runs all commands there are; False when the thread is to stop."""
+        """Waits for a command or until the engine wants to step, runs all commands there are; False when the thread is
+        to stop."""
         with self._lock:
-            while not self._inbox and not self._stopping and (sleep_s := _sleep_s(engine)) != 0:
+            if not self._inbox and not self._stopping and (sleep_s := _sleep_s(engine)) != 0:
                 self._lock.wait(sleep_s)
             if self._stopping:
                 return False
@@ -368,10 +349,10 @@ class EngineThread:
 
 def _sleep_s(engine: EngineLike) -> float | None:
     """How long a thread without commands may sleep; 0 is not at all, None until one comes."""
-    if not engine.has_work():
-        return None
     wake_s = engine.wake_s()
-    return 0 if wake_s is None else max(0.0, wake_s - engine.clock())
+    if wake_s is not None:
+        return max(0.0, wake_s - engine.clock())
+    return 0 if engine.has_work() else None
 
 
 def _internal(what: str, error: BaseException) -> RequestError:

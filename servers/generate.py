@@ -27,7 +27,7 @@ from dsjax.errors import ConfigError, ErrorCode, RequestError, invalid
 from dsjax.request import Request, SamplingParams, TokenEvent, TokenLogprobs
 from servers import flags as server_flags
 from servers import prompts
-from servers.engine_thread import EngineLike
+from servers.engine_like import EngineLike
 from servers.main import MakeEngine, ReadStrings, make_engine, read_chat_strings
 
 log = logging.getLogger("dsjax.generate")

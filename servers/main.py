@@ -24,7 +24,8 @@ from dsjax.chat import ChatStrings
 from dsjax.config import EngineConfig
 from dsjax.errors import ConfigError
 from servers import flags as server_flags
-from servers.engine_thread import EngineLike, State
+from servers.engine_like import EngineLike
+from servers.engine_thread import State
 from servers.server import Server
 
 log = logging.getLogger("dsjax.server")

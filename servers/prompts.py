@@ -12,7 +12,7 @@ from typing import Any
 from dsjax.chat import ChatStrings, ReplyParser, encode_chat
 from dsjax.errors import invalid
 from dsjax.request import SamplingParams, TokenEvent
-from servers.engine_thread import EngineLike
+from servers.engine_like import EngineLike
 from servers.proto.dsjax.v1 import inference_pb2 as pb
 
 _MODES = {

@@ -18,7 +18,8 @@ from grpc_reflection.v1alpha import reflection
 
 from dsjax.chat import ChatStrings
 from dsjax.errors import ConfigError, ErrorCode, RequestError
-from servers.engine_thread import EngineLike, EngineThread, State
+from servers.engine_like import EngineLike
+from servers.engine_thread import EngineThread, State
 from servers.flags import ServerConfig
 from servers.inference_service import SERVICE_NAME, InferenceService
 from servers.proto.dsjax.v1 import inference_pb2_grpc as pb_grpc

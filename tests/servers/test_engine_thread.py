@@ -100,6 +100,28 @@ def test_a_thread_that_waits_for_company_sleeps_until_a_command_or_its_time():
     _run(test, _Batching())
 
 
+def test_an_engine_without_requests_is_stepped_when_it_wants_to_be():
+    class Fetching(FakeEngine):
+        looked, due_s = 0, None
+
+        def wake_s(self):
+            return self.due_s
+
+        def step(self):
+            self.looked += 1
+            self.due_s = None if self.looked == 3 else self.clock() + 0.001
+            return []
+
+    async def test(thread, engine):
+        def fetch(engine):
+            engine.due_s = engine.clock() + 0.001
+
+        await thread.call(fetch)
+        await until(lambda: engine.looked == 3 and len(thread._lock._waiters) == 1)  # type: ignore[attr-defined]
+
+    _run(test, Fetching())
+
+
 class _Batching(FakeEngine):
     """A lone request waits `wait_s` for another."""
 
