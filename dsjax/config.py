@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsjax.config_fields import C, at_least, one_of, override
+from dsjax.config_fields import C, at_least, check, one_of, override
 from dsjax.errors import ConfigError
 from dsjax.serving_config import FeedbackConfig, OverloadConfig, SchedulerConfig, TierConfig
 from pallas_kernels.entry_format import KEY_FORMATS, LATENT_FORMATS
@@ -451,6 +451,18 @@ class EngineConfig:
         one_of(self, "kernels", ("auto", "jnp"))
         if not self.model:
             raise ConfigError("model='' must be a checkpoint folder or 'dsjax-nano'")
+        host_bytes, cache, mode = self.tiers.host_cache_bytes, self.cache, self.scheduler.preemption_mode
+        check(
+            not host_bytes or self.distributed.num_processes == 1,
+            f"host_cache_bytes={host_bytes} needs num_processes=1, and not {self.distributed.num_processes}: the "
+            "cache's tiers are one process's memory",
+        )
+        check(
+            not host_bytes or (cache.enable_prefix_caching and cache.num_snapshots > 0),
+            f"host_cache_bytes={host_bytes} needs enable_prefix_caching and num_snapshots={cache.num_snapshots} of at "
+            "least 1: tiers keep what the prefix cache gives up",
+        )
+        check(mode != "swap" or host_bytes > 0, "preemption_mode='swap' needs host_cache_bytes, where states go")
 
 
 def override_all(config: C, changes: Sequence[tuple[str, str]]) -> C:

@@ -50,6 +50,7 @@ class EngineStats(ControlStats, TierStats):
     num_requests: int
     num_finished: int
     num_preemptions: int
+    num_swaps: int
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
@@ -219,7 +220,7 @@ class Engine:
         events = self._expire()
         now_s = self.clock()
         self.control.begin_step(now_s)
-        self.tiers.tend()
+        self.tiers.tend(self.scheduler.costs)
         plan = self.scheduler.schedule(now_s)
         if plan.rows:
             output = self.runner.dispatch(plan)

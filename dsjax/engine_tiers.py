@@ -13,6 +13,7 @@ from dsjax.cache.tiers import Tiers, TierStats
 from dsjax.request import Request
 from dsjax.runner.runner import Runner
 from dsjax.scheduler.plan import ShardPlan, StepPlan
+from dsjax.scheduler.swap import SwapCosts
 
 MAX_SESSIONS = 4096  # whose last tokens are remembered; the one not heard of for longest goes
 MAX_HINTS = 256  # that wait for the disk; the oldest goes
@@ -29,10 +30,11 @@ class EngineTiers:
     def stats(self) -> TierStats:
         return self.tiers.stats() if self.tiers is not None else TierStats()
 
-    def tend(self) -> None:
+    def tend(self, costs: SwapCosts) -> None:
         """Takes what has arrived from the device and the disk. Before each step."""
         if self.tiers is None:
             return
+        costs.bytes_per_s = self.runner.host_bytes_per_s
         for key, arrays in self.runner.downloaded():
             self.tiers.put(key, arrays)
         self.tiers.poll()

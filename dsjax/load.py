@@ -15,12 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsjax import checkpoint
+from dsjax.cache.disk import Disk
 from dsjax.cache.spec import CacheSpec
+from dsjax.cache.tiers import Tiers
 from dsjax.channel import PeerLost
 from dsjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from dsjax.distributed import Follower, Leader, facts_of, initialize
 from dsjax.engine import Engine
 from dsjax.errors import ConfigError
+from dsjax.fingerprint import cache_fingerprint
 from dsjax.model.build import abstract_on_mesh, assemble_on_mesh
 from dsjax.model.stages import Stages
 from dsjax.runner.runner import Runner
@@ -169,9 +172,10 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
     tokenizer = load_tokenizer(config, path)
     leader = Leader.gather(config.distributed, facts_of(config, path))
     try:
-        runner, max_model_len = _load_part(
-            config, path, model_config, progress, on_launch=leader.send, on_read=leader.wait
-        )
+        host_dtype = config.tiers.host_cache_dtype if config.tiers.host_cache_bytes else ""
+        options = {"on_launch": leader.send, "on_read": leader.wait, "host_cache_dtype": host_dtype}
+        runner, max_model_len = _load_part(config, path, model_config, progress, **options)
+        tiers = make_tiers(config, path, runner)
     except BaseException as error:
         leader.close(error)
         raise
@@ -185,7 +189,19 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
         tokenizer=tokenizer,
         max_model_len=max_model_len,
         leader=leader,
+        tiers=tiers,
     )
+
+
+def make_tiers(config: EngineConfig, folder: Path, runner: Runner) -> Tiers | None:
+    """What the cache has below the device, None for nothing. Raises ConfigError if the disk's folder cannot be used."""
+    sizes, disk = config.tiers, None
+    if not sizes.host_cache_bytes:
+        return None
+    if sizes.disk_cache_bytes:
+        disk = Disk(sizes.disk_cache_dir, sizes.disk_cache_bytes, cache_fingerprint(folder, config, runner))
+        log.info("cache on disk: %d prefixes in %s", disk.num_records, disk.folder)
+    return Tiers(sizes.host_cache_bytes, disk)
 
 
 def load_follower(

@@ -24,6 +24,7 @@ from dsjax.request import MAX_LOGPROBS, Request, SamplingParams, TokenEvent
 from dsjax.runner.sampling import Logprobs
 from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
 from dsjax.scheduler.scheduler import Scheduler
+from dsjax.serving_config import TierConfig
 from tests.cache.device_model import DeviceModel, prefix_names
 from tests.cache.specs import model_config
 
@@ -84,6 +85,7 @@ class FakeRunner:
         self.fail: Exception | None = None
         self._rows: dict[str, RequestCache] = {}
         self._ends: dict[int, int] = {}  # by the identity of a stay's RequestCache
+        self.host_bytes_per_s = 0.0
         self._downloaded: list[tuple[BlobKey, Arrays]] = []
         self._stays: list[RequestCache] = []  # keeps them alive, so that identities are not used again
 
@@ -228,6 +230,7 @@ def fake_engine(
         model="fake",
         cache=CacheConfig(**{**SMALL_CACHE, **(cache or {})}),
         scheduler=SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 32, **scheduler}),
+        tiers=TierConfig(host_cache_bytes=tiers.host_bytes if tiers else 0),
         seed=seed,
         **(config or {}),
     )
@@ -284,6 +287,11 @@ def drain(engine: Engine, max_steps: int = 2000, check: bool = True) -> dict[str
         if check:
             check_caches(engine)
     raise AssertionError(f"still at work after {max_steps} steps")
+
+
+def find_running(engine: Engine, name: str) -> Request | None:
+    """The running sequence of a request."""
+    return next((r for r in engine.scheduler.running if r.parent_id == name), None)
 
 
 def preempt(scheduler: Scheduler, request: Request) -> None:

@@ -34,6 +34,7 @@ from dsjax.runner.runner import Runner
 from dsjax.runner.sampling import SlotTables
 from dsjax.runner.transfers import Transfers
 from dsjax.scheduler.plan import StepPlan
+from dsjax.serving_config import TierConfig
 from dsjax.sharding import by_shard
 from tests.fakes import SMALL_CACHE, default_parallel, drain, request, small_spec, tokens_of
 
@@ -203,6 +204,7 @@ def tiny_engine(
         model="tiny",
         cache=CacheConfig(**{**SMALL_CACHE, "num_snapshots": 32, **(cache or {})}),
         scheduler=SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **scheduler}),
+        tiers=TierConfig(host_cache_bytes=tiers.host_bytes if tiers else 0),
     )
     model = dataclasses.replace(tiny_config(), eos_token_ids=eos_token_ids)
     spec = small_spec(model, config, MAX_MODEL_LEN, num_pages)

@@ -62,6 +62,10 @@ class Disk:
         except OSError as error:
             raise ConfigError(f"disk_cache_dir={str(folder)!r} cannot be used: {error.strerror}") from error
 
+    @property
+    def num_records(self) -> int:
+        return len(self._catalog)
+
     # --- finding -------------------------------------------------------------------------------
 
     def _scan(self) -> None:

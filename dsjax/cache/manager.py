@@ -94,22 +94,22 @@ class CacheManager:
 
     # --- tiers -----------------------------------------------------------------------------------
 
+    @property
+    def has_tiers(self) -> bool:
+        """Whether what leaves the device is kept below it."""
+        return self._mover is not None and self.spec.num_snapshots > 0
+
     def want(self, tokens: Sequence[int], hashes: UnitHashes, num_cached: int) -> bytes:
         """Has the tiers make ready what a waiting request can use beyond `num_cached` tokens.
-
-        Returns what `is_coming` takes while that is on its way; b"" if there is nothing to wait for.
-        """
-        return self._mover.want(tokens, hashes, num_cached) if self._mover else b""
+        Returns what `is_coming` takes while that is on its way; b"" if there is nothing to wait for."""
+        return self._mover.want(tokens, hashes, num_cached) if self._mover and self.spec.num_snapshots else b""
 
     def is_coming(self, awaited: bytes) -> bool:
         """Whether it is still on its way."""
         return self._mover is not None and self._mover.tiers.is_coming(awaited)
 
     def promote(self, tokens: Sequence[int], salt: str) -> int:
-        """Brings up what the tiers have ready of `tokens`, all but the last at most; returns how many tokens it gained.
-
-        `admit` does so for the request it admits.
-        """
+        """Brings up what the tiers have ready of `tokens`, as `admit` does; returns how many tokens were gained."""
         hashes = UnitHashes(salt, self.spec.unit_tokens)
         return self._mover.promote(tokens, hashes) if self._mover and self.spec.num_snapshots else 0
 

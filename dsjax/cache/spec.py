@@ -116,6 +116,14 @@ class CacheSpec:
         kinds = [kind for kind in self.kinds.values() if kind.window is None]
         return sum(kind.page_bytes / (kind.entries_per_page * kind.ratio) for kind in kinds)
 
+    def record_bytes(self, num_tokens: int) -> int:
+        """Bytes of what is needed to go on at a position: pages and a STATE slot, on each device."""
+        num_pages = {kind: spec.num_table_pages(num_tokens) for kind, spec in self.kinds.items()}
+        window = self.kinds[EntryKind.WINDOW]
+        rows = min(num_tokens, (window.window or 1) - 1)
+        num_pages[EntryKind.WINDOW] = _span_pages(rows, window.entries_per_page) if rows else 0
+        return sum(num * self.kinds[kind].page_bytes for kind, num in num_pages.items()) + self.state_values * 4
+
     def can_hold(self, totals: Sequence[int]) -> bool:
         """Whether requests of so many tokens each fit all at once, whatever they share."""
         for kind in self.kinds.values():

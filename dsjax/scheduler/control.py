@@ -158,6 +158,7 @@ class Control:
         num_cached, self._num_cached = self._num_cached, self.scheduler.counters.num_cached_tokens
         if self.scheduler.waiting:
             self.rate.step(step_s, plan.num_tokens + self._num_cached - num_cached)
+        self.scheduler.costs.step(step_s, plan.num_tokens, len(plan.rows))
         self.controller.step(now_s, step_s, max(part.num_tokens for part in plan.shards), num_rows)
 
     def stats(self) -> ControlStats:

@@ -22,8 +22,11 @@ from dsjax.scheduler.placement import preferred
 from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
 from dsjax.scheduler.policy import Limits
 from dsjax.scheduler.shard import Shard
+from dsjax.scheduler.swap import SwapCosts
 from dsjax.scheduler.waiting import WaitingQueue
 
+MAX_LOAD_WAIT_S = 1.0  # a request whose turn it is waits no longer for the cache's tiers
+LOAD_POLL_S = 0.002  # how often an idle engine looks whether it has arrived
 MEAN_OVER = 32  # finished answers that the expected length of the next is learnt from
 
 
@@ -34,6 +37,7 @@ class Counters:
     num_requests: int = 0
     num_finished: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0  # of those, that left their state in the cache, to come back from the host
     num_prompt_tokens: int = 0  # of requests first scheduled
     num_cached_tokens: int = 0  # of those, found in the prefix cache
     num_generated_tokens: int = 0
@@ -47,13 +51,15 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, caches: Sequence[CacheManager]):
         """`caches` has one for each data shard."""
         self.config = config
-        self.shards = [Shard(index, config, cache) for index, cache in enumerate(caches)]
+        self.costs = SwapCosts(config.preemption_mode)
+        self.shards = [Shard(index, config, cache, self.costs) for index, cache in enumerate(caches)]
         self.waiting = WaitingQueue(config.tenants)
         self.limits = Limits.of(config)  # feedback may lower them between steps
         self.wake_s: float | None = None  # when to schedule again though nothing arrives
         self.counters = Counters()
         self._tenants = {tenant.name: tenant for tenant in config.tenants}
         self._hashes: dict[str, UnitHashes] = {}  # of waiting requests that fitted no shard: they are tried again
+        self._now_s = 0.0  # of the step being planned
         self._mean_output = float(config.expected_output_tokens)
 
     @property
@@ -73,6 +79,7 @@ class Scheduler:
         """Queues a request. RequestError(RESOURCE_EXHAUSTED) if the queue, or its tenant's part of it, is full."""
         self.check_room(request.tenant, 1)
         self.describe(request)
+        self._look_below(request)
         self.waiting.add(request)
         self.counters.num_requests += 1
 
@@ -102,7 +109,8 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> StepPlan:
         """Plans the next step; `rows` is empty if nothing can be computed before a token in flight is read, or while
-        a lone request waits for others (until `wake_s`)."""
+        a lone request waits for others or for the cache's tiers (until `wake_s`)."""
+        self._now_s = now_s
         self.wake_s = self._company_s(now_s)
         if self.wake_s is not None:
             return self._empty()
@@ -117,6 +125,8 @@ class Scheduler:
                 self._requeue(victim)
         if any(shard.has_rows for shard in self.shards):
             return StepPlan(shards=tuple(shard.take_plan() for shard in self.shards))
+        if any(request.awaited for request in self.waiting):
+            self.wake_s = now_s + LOAD_POLL_S
         return self._empty()  # not dispatched, so copies wait
 
     def _empty(self) -> StepPlan:
@@ -141,7 +151,7 @@ class Scheduler:
         blocked: set[Path] = set()
         tenant_blocked = self._tenant_blocked()
         while True:
-            request = self.waiting.head(self._awaits_sibling, blocked, tenant_blocked)
+            request = self.waiting.head(self._is_early, blocked, tenant_blocked)
             if request is None or request.num_pending:
                 return  # preempted with a token in flight: its tokens are known after the next read
             for shard in self.shards:
@@ -192,6 +202,34 @@ class Scheduler:
             self.counters.num_cached_tokens += request.num_cached
         return True
 
+    def _is_early(self, request: Request) -> bool:
+        """Whether it will need less computing soon: others may pass."""
+        return self._awaits_sibling(request) or self._awaits_tiers(request)
+
+    def _awaits_tiers(self, request: Request) -> bool:
+        """Whether what it can use is on its way to host memory, and it has not waited for that too long."""
+        cache = self.shards[0].cache
+        if not cache.has_tiers:
+            return False
+        if request.num_preemptions and not request.awaited and not request.num_pending:
+            self._look_below(request)  # its own end may have left the device since it was preempted
+        if not request.awaited:
+            return False
+        request.awaits_until_s = request.awaits_until_s or self._now_s + MAX_LOAD_WAIT_S
+        if self._now_s >= request.awaits_until_s or not cache.is_coming(request.awaited):
+            request.awaited = b""
+        return bool(request.awaited)
+
+    def _look_below(self, request: Request) -> None:
+        """Has the tiers of the cache make ready what is there of a request that begins to wait."""
+        if not self.shards[0].cache.has_tiers or not request.reads_prefix_cache:
+            return
+        caches = [shard.cache for shard in self.shards]
+        hashes = self._hashes.get(request.request_id) or UnitHashes(request.cache_salt, caches[0].spec.unit_tokens)
+        known = max(cache.match(request.token_ids, request.cache_salt, hashes).num_tokens for cache in caches)
+        request.awaited = caches[0].want(request.token_ids, hashes, known)
+        self._hashes[request.request_id] = hashes
+
     @staticmethod
     def _awaits_sibling(request: Request) -> bool:
         """Whether the first of n is still computing the prompt they share."""
@@ -238,4 +276,6 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         """Puts a preempted request back to its place in the order."""
         self.counters.num_preemptions += 1
+        self.counters.num_swaps = sum(shard.num_swaps for shard in self.shards)
+        request.awaited, request.awaits_until_s = b"", 0.0
         self.waiting.add(request)

@@ -19,6 +19,7 @@ from dsjax.scheduler import policy
 from dsjax.scheduler.placement import Candidate
 from dsjax.scheduler.plan import RowPlan, ShardPlan
 from dsjax.scheduler.policy import Limits
+from dsjax.scheduler.swap import SwapCosts
 
 LAST = (math.inf, 0)  # an order after all requests'
 CALM = 0.95  # of preemption_threshold: below it requests are admitted again
@@ -27,8 +28,9 @@ CALM = 0.95  # of preemption_threshold: below it requests are admitted again
 class Shard:
     """Plans one step at a time."""
 
-    def __init__(self, index: int, config: SchedulerConfig, cache: CacheManager):
+    def __init__(self, index: int, config: SchedulerConfig, cache: CacheManager, costs: SwapCosts | None = None):
         self.index, self.config, self.cache = index, config, cache
+        self._costs = costs or SwapCosts(config.preemption_mode)
         self.running: list[Request] = []  # in order: nobody is preempted for the growth of one that comes later
         self._victims: list[Request] = []  # preempted while the step is planned
         self._grants: dict[Request, int] = {}  # tokens of the step being planned
@@ -38,6 +40,7 @@ class Shard:
         self._limits = Limits.of(config)
         self._is_short = False  # pages were missing: nobody is admitted
         self._turn = 0  # of length groups
+        self.num_swaps = 0  # preemptions whose state was kept
 
     # --- looking -------------------------------------------------------------------------------
 
@@ -311,8 +314,15 @@ class Shard:
         return victims
 
     def preempt(self, request: Request) -> None:
-        """Takes everything back; it will be recomputed, starting from what the prefix cache kept."""
-        self.release(request)
+        """Takes everything back; it will be recomputed, starting from what the prefix cache kept.
+
+        Where the cache has tiers that may be its very end: what has to make room is then moved to the host.
+        """
+        held = self.cache.request(request.request_id)
+        num_bytes = self.cache.spec.record_bytes(request.num_computed)
+        swaps = self.cache.has_tiers and self._costs.swaps(request.num_computed - held.num_kept, num_bytes)
+        self.num_swaps += swaps
+        self.release(request, snapshot=swaps)
         request.status, request.num_computed = Status.WAITING, 0
         request.num_preemptions += 1
 
