@@ -114,6 +114,8 @@ class Requests:
             take = functools.partial(stream.take, message.stream_interval or 1) if message.stream else stream.take_all
             try:
                 while True:
+                    if due_s is not None and time.monotonic() >= due_s and not stream.closed.is_set():
+                        raise TimeoutError  # though there may be more to write at once, always
                     async with asyncio.timeout_at(due_s):  # of the wait alone: a message is written whole
                         events = await take()
                     if not events:

@@ -139,6 +139,18 @@ def test_a_call_becomes_a_job_and_no_token_is_lost_or_doubled(stream):
     run(test, _Held(5))
 
 
+def test_a_call_becomes_a_job_even_if_there_is_always_more_to_write():
+    async def test(h: Harness):
+        messages, job_id = await _until_job(h.stub.Generate(_interactive("abc", timeout_s=0.02, ignore_eos=True)))
+        assert await _abort(h, job_id)
+        result = await _result(h, job_id)
+        seen = [token for m in messages for token in m.outputs[0].token_ids]
+        assert len(seen) < len(result.response.outputs[0].token_ids)
+        assert list(result.response.outputs[0].token_ids)[: len(seen)] == seen
+
+    run(test, FakeEngine(max_model_len=1 << 30), max_job_bytes=1 << 40)
+
+
 def test_a_call_that_ends_in_time_leaves_no_job():
     async def test(h: Harness):
         messages = await collect(h.stub.Generate(_interactive("abc", id="x", timeout_s=TIMEOUT_S, max_tokens=3)))
