@@ -23,6 +23,7 @@ class ControlStats:
     limit_num_batched_tokens: int  # of a step of each data shard
     limit_num_seqs: int  # rows of each data shard
     num_limit_changes: int
+    feedback_load: float  # latency as part of its target, in the last window; above 1 it was missed
     predicted_wait_s: float  # of a new request that goes behind all that wait; 0 while no rate is known
     degrade_level: int
     num_degrade_changes: int
@@ -167,6 +168,7 @@ class Control:
             limit_num_batched_tokens=limits.max_num_batched_tokens,
             limit_num_seqs=limits.max_num_seqs,
             num_limit_changes=self.controller.num_raised + self.controller.num_lowered,
+            feedback_load=self.controller.load,
             predicted_wait_s=self._wait_s(),
             degrade_level=int(self.ladder.level),
             num_degrade_changes=self.ladder.num_changes,

@@ -27,6 +27,7 @@ MOST_WINDOWS = 5  # ... but where answers are of one token there are no times be
 START = 4  # the first limits are a fourth of the config's: climbing to the knee costs less than draining down to it
 STRIDES = 8  # a limit of which no bad value is known rises by an eighth of the config's at most
 PAYS = 0.95  # a rise may not lower the rate below this part of what it was
+HELPS = 0.8  # of what a fall has to do: with less it is undone
 RESOLUTION = 0.03  # of a limit: less than that below a bad value is close enough
 PROBE_WINDOWS = 10  # until a limit that is close enough tries the bad value again, for loads change ...
 MOST_PROBE_WINDOWS = 160  # ... twice as long after each attempt that fails, up to this
@@ -36,6 +37,22 @@ class _Step(NamedTuple):
     num_tokens: int
     num_rows: int
     step_s: float
+
+
+class _Fall(NamedTuple):
+    """Where a limit was before it began to fall. It has to help, or a target out of reach would take all the rate.
+
+    If a target can be reached at all, what is left of the load when a part p of the limit is, is 1 - (1 - p)^2 at most:
+    a step without rows or prompts then takes less than p of what it took.
+    """
+
+    knob: _Knob
+    value: int
+    used: int
+    load: float
+
+    def helped(self, load: float) -> bool:
+        return load <= self.load * (1 - HELPS * (1 - min(1, self.knob.value / self.used)) ** 2)
 
 
 class _Knob:
@@ -55,7 +72,9 @@ class _Knob:
         self._good_rate = 0.0
         self._before: tuple[int, float] | None = None  # while it falls: the value before, and its rate
         self._probing = False
-        self._window_s, self._probe_s, self._probe_at_s = window_s, PROBE_WINDOWS * window_s, 0.0
+        self.idle_until_s = 0.0  # until when it is not lowered, because that did not help
+        self._window_s, self._probe_at_s = window_s, 0.0
+        self._probe_s = self._idle_s = PROBE_WINDOWS * window_s
 
     def raised(self, now_s: float, most: int) -> bool:
         """Raises it if it is time to, at most to `most`."""
@@ -91,6 +110,7 @@ class _Knob:
         if self.fresh and self._probing:
             self._probe_s = PROBE_WINDOWS * self._window_s
         self.good, self._good_rate = self.value, rate
+        self._idle_s = PROBE_WINDOWS * self._window_s
         self.fresh = self._probing = False
         return True
 
@@ -106,6 +126,13 @@ class _Knob:
             self._probe_s = PROBE_WINDOWS * self._window_s
             self._lower_to(int(factor * self.bad), least)
         self._probe_at_s = now_s + self._probe_s
+
+    def undo(self, now_s: float, value: int) -> None:
+        """Lowering it from `value` did not help."""
+        self.value, self.bad, self._before = value, 0, None
+        self.idle_until_s = now_s + self._idle_s
+        self._idle_s = min(2 * self._idle_s, MOST_PROBE_WINDOWS * self._window_s)
+        self.num_raised += 1
 
     def _lower_to(self, value: int, least: int) -> None:
         self.value = max(min(value, self.bad - 1, self.value - 1), least)
@@ -130,7 +157,7 @@ class Controller:
         self._rows.value = max(self._rows.value, self._least_rows)
         self._tokens.value = max(self._tokens.value, self._rows.value)
         self._strain = 0.0  # of good values: they are given up at 1
-        self._blamed: _Knob | None = None  # for the last window, if nothing told the two apart
+        self._fall: _Fall | None = None  # the last, until a good window
         self._num_rows = 0  # of the last step
         self._settle = 0  # steps to come that were sent with earlier limits
         self._begin_window()
@@ -218,9 +245,13 @@ class Controller:
             if not risen and self._strain < 0.99:
                 return False
             self._strain = 0.0
+            if self._fall is not None and not risen and not self._fall.helped(load):
+                self._fall.knob.undo(now_s, self._fall.value)
+                self._fall = None
+                return True
             knob = risen[0] if len(risen) == 1 else self._to_blame(is_late)
-            return self._lower(now_s, knob, min(max(self._goal / load, 0.5), 0.9))
-        self._strain, self._blamed = 0.0, None
+            return self._lower(now_s, knob, load)
+        self._strain, self._fall = 0.0, None
         reached = [knob for knob in (self._tokens, self._rows) if self._is_reached(knob)]
         for knob in reached:
             if not knob.pays(now_s, self._rate(knob), self._least(knob)):
@@ -256,12 +287,15 @@ class Controller:
         limits = [limit for limit in (self._itl_s, self._ttft_s / 3) if limit]
         return step.step_s > self._goal * min(limits)
 
-    def _lower(self, now_s: float, knob: _Knob, factor: float) -> bool:
+    def _lower(self, now_s: float, knob: _Knob, load: float) -> bool:
+        factor = min(max(self._goal / load, 0.5), 0.9)
         for each in (knob, self._rows if knob is self._tokens else self._tokens):
-            least = self._least(each)
-            if each.value > least:
-                full = [self._amount(each, s) / s.step_s for s in self._steps]
-                each.failed(now_s, self._used(each), factor, least, percentile(full, 0.5))
+            least, value, used = self._least(each), each.value, self._used(each)
+            if min(value, used) > least and (now_s >= each.idle_until_s or each.fresh):
+                rate = percentile((self._amount(each, s) / s.step_s for s in self._steps), 0.5)
+                each.failed(now_s, used, factor, least, rate)
+                if each.good == 0 and (self._fall is None or self._fall.knob is not each):
+                    self._fall = _Fall(each, value, min(value, used), load)
                 return True
         return False
 
@@ -270,7 +304,8 @@ class Controller:
 
         It is the one of which slow steps have more than fast ones. If nothing tells, steps that only decode do: slow
         ones have too many rows. If all are slow and compute prompts, rows give way first if first tokens are late too,
-        for the device is past its knee and those requests had better wait; else tokens; by turns while it stays so.
+        for the device is past its knee and those requests had better wait; else tokens. If that does not help, it is
+        undone, and the other's turn.
         """
         slow = [s for s in self._steps if self._is_slow(s)][-50:]
         fast = [s for s in self._steps if not self._is_slow(s)][-50:]
@@ -281,11 +316,7 @@ class Controller:
                 return self._tokens if more_tokens > more_rows else self._rows
         if any(s.num_tokens == s.num_rows for s in self._steps):
             return self._rows
-        first = self._rows if is_late else self._tokens
-        if self._blamed is not None:
-            first = self._rows if self._blamed is self._tokens else self._tokens
-        self._blamed = first
-        return first
+        return self._rows if is_late else self._tokens
 
 
 def _part_above(these: list[int], those: list[int]) -> float:
