@@ -132,7 +132,7 @@ class FeedbackConfig:
 class OverloadConfig:
     """What happens when more arrives than can be served."""
 
-    max_predicted_wait_s: float = 0.0  # a request that would wait longer is refused; 0 is no limit
+    max_predicted_wait_s: float = 0.0  # longer, or past its deadline, and a request is refused; 0: no limit
     enable_shedding: bool = True  # a full queue gives up its least urgent request for a more urgent new one
     enable_degradation: bool = False  # under load: shorter answers, then smaller chunks, no logprobs, no cold requests
     degrade_after_s: float = 5.0  # of load, for each further mode; and of calm, to take one back

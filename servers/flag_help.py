@@ -61,7 +61,7 @@ ENGINE = {
     "target_itl_ms": "99th percentile of the time between tokens that steps are sized for; 0 is no target",
     "headroom": "part of the targets that is kept free for peaks",
     "feedback_window_s": "time over which the percentiles are taken",
-    "max_predicted_wait_s": "a request that would wait longer is refused with RESOURCE_EXHAUSTED; 0 is no limit",
+    "max_predicted_wait_s": "a request that would wait longer, or past its deadline, is refused; 0 is no limit",
     "enable_shedding": "a full queue drops its least urgent request for a more urgent new one",
     "enable_degradation": "under load: shorter answers, then smaller chunks, no logprobs, no cold requests",
     "degrade_after_s": "time under load before each further mode of degradation, and of calm to take one back",
