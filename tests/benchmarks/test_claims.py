@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.baselines import ONE_PATH
 from benchmarks.claims import __main__ as program
 from benchmarks.claims import feedback, latency, memory, throughput
 from benchmarks.claims.bench import Row, measure
@@ -52,6 +53,14 @@ class TinyBench:
         return config(cache or CACHE, max_model_len=1024, **changes)
 
     run = staticmethod(run)
+
+
+class LongBench(TinyBench):
+    """Requests of all lengths on one path."""
+
+    def config(self, *, cache: CacheConfig | None = None, **changes: Any) -> EngineConfig:
+        sizes = {"max_model_len": 2304, "max_num_batched_tokens": 256, "max_num_seqs": 16}
+        return config(cache or CACHE, **sizes, **ONE_PATH, **changes)
 
 
 def test_a_mix_is_compared_with_its_classes_alone():
@@ -116,6 +125,10 @@ def test_steady_counts_the_last_two_thirds(monkeypatch):
 
 
 def test_memory_rows_count_pages_and_hits():
+    (row,) = memory.pressure(LongBench())  # type: ignore[arg-type]
+    reserving = row.figures["reserving"]
+    assert (reserving["num_preemptions"], reserving["computed_of_needed"]) == (0, 1.0)
+    assert [r["completed"] for r in row.figures.values()] == [64, 64]
     (row,) = memory.prefix(TinyBench())  # type: ignore[arg-type]
     assert row.figures["hit_rate"] == row.figures["total_cached_tokens"] / row.figures["total_input_tokens"]
     assert row.figures["failed"] == 0
