@@ -221,3 +221,22 @@ def test_clear_gives_everything_back(index):
     index.check()
     assert (index.num_nodes, index.num_snapshots) == (0, 0)
     assert all(pool.num_free == pool.num_pages for pool in index.pools.values())
+
+
+def test_a_tenant_over_its_limit_loses_its_own_leaves_first():
+    spec = cache_spec()
+    pools = {kind: PagePool(spec.kinds[kind].num_pages) for kind in spec.pool_kinds}
+    index = PrefixIndex(spec, pools, {"small": 24})
+    for first, tenant in ((0, "other"), (100, "small"), (200, "small"), (300, "")):
+        writer = Writer(index, list(range(first, first + 16)))
+        index.add_units(writer.hashes, 2, None, writer.tables, tenant)
+        writer.leave()
+    index.check()
+    assert (index.num_cached_tokens("small"), index.num_cached_tokens("other"), index.max_units("small")) == (24, 16, 3)
+    assert [match(index, list(range(first, first + 20)))[1] for first in (0, 100, 200, 300)] == [16, 8, 16, 16]
+    # A longer chain of its own: all else of it goes, nothing of others; what others began is not counted.
+    writer = Writer(index, list(range(24)))
+    index.add_units(writer.hashes, 3, None, writer.tables, "small")
+    index.check()
+    assert index.num_cached_tokens("small") == 24
+    assert [match(index, list(range(first, first + 30)))[1] for first in (0, 100, 200, 300)] == [24, 0, 16, 16]
