@@ -77,10 +77,10 @@ class Control:
             return len(left) + len(new) <= most and self._late(now_s, first, left) is None
 
         is_full = len(scheduler.waiting) + len(new) > most
-        late = self._late(now_s, first, scheduler.waiting)
+        late = self._late(now_s, first, scheduler.waiting.unordered())
         shed: list[Request] = []
         if (is_full or late is not None) and overload.enable_shedding:
-            shed = to_shed(list(scheduler.waiting), new, self._weight_of, fits)
+            shed = to_shed(list(scheduler.waiting.unordered()), new, self._weight_of, fits)
         if late is not None and not is_full and not shed:
             raise late
         try:
@@ -114,7 +114,7 @@ class Control:
             ErrorCode.RESOURCE_EXHAUSTED,
             f"given up while waiting, for a more urgent request (enable_shedding): {len(self.scheduler.waiting)} wait, "
             f"the limit max_num_waiting={most}; retry later",
-            self._retry_s(sum(r.expected_tokens for r in self.scheduler.waiting)),
+            self._retry_s(sum(r.expected_tokens for r in self.scheduler.waiting.unordered())),
         )
 
     def _retry_s(self, num_tokens: int) -> float:
@@ -141,7 +141,7 @@ class Control:
         return max(load, self._wait_s() / min(limits)) if limits else load
 
     def _wait_s(self) -> float:
-        return self.rate.seconds(sum(request.expected_tokens for request in self.scheduler.waiting)) or 0.0
+        return self.rate.seconds(sum(request.expected_tokens for request in self.scheduler.waiting.unordered())) or 0.0
 
     def token(self, request: Request, now_s: float) -> None:
         """A request got a token."""

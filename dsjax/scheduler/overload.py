@@ -70,6 +70,9 @@ def to_shed(
     those it came last. It is less urgent than the new request if its number is higher, or the same and its tenant would
     still have as much waiting for its weight.
     """
+    priority, tenant = new[0].priority, new[0].tenant
+    if not any(r.priority > priority or (r.priority == priority and r.tenant != tenant) for r in waiting):
+        return []  # the usual case, and it has to be fast
     owed: dict[str, float] = {}  # waiting tokens of a tenant by its weight
     for request in (*waiting, *new):
         owed[request.tenant] = owed.get(request.tenant, 0.0) + request.expected_tokens / weight_of(request.tenant)
@@ -84,9 +87,9 @@ def to_shed(
 
     def is_less_urgent(group: list[Request]) -> bool:
         first = group[0]
-        if first.priority != new[0].priority or first.tenant == new[0].tenant:
-            return first.priority > new[0].priority
-        return owed[first.tenant] - weight_out(group) >= owed[new[0].tenant]
+        if first.priority != priority or first.tenant == tenant:
+            return first.priority > priority
+        return owed[first.tenant] - weight_out(group) >= owed[tenant]
 
     while not enough(left):
         able = [group for group in groups.values() if is_less_urgent(group)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -63,6 +64,10 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         return heapq.merge(*(queue for tenant in self._tenants.values() for queue in tenant.queues), key=_order)
+
+    def unordered(self) -> Iterator[Request]:
+        """All of them, faster than in order."""
+        return itertools.chain.from_iterable(queue for tenant in self._tenants.values() for queue in tenant.queues)
 
     def num_waiting(self, tenant: str) -> int:
         return len(self._tenants.get(tenant, ()))
