@@ -100,9 +100,13 @@ class Disk:
         """Whole records of prefixes of `tokens`, at most all but the last of them; the longest first."""
         return (record for record in self._catalog.find(tokens, hashes) if record.digest not in self._writes)
 
+    def has(self, digest: bytes) -> bool:
+        """Whether the record is here or being written."""
+        return self._catalog.get(digest) is not None
+
     def touch(self, digest: bytes) -> bool:
-        """Whether the record is here or being written; marks it as most recently used."""
-        if self._catalog.get(digest) is None:
+        """What `has` says; marks the record as most recently used."""
+        if not self.has(digest):
             return False
         self._catalog.touch(digest)
         return True

@@ -50,7 +50,7 @@ class Mover:
         if self.planned.downloads or CLEAN_PART * self.prefix.num_free_slots >= self.spec.num_snapshots:
             return
         for snapshot in self.prefix.coldest(_LOOK_AT):
-            if not self.tiers.touch(record_digest(snapshot.node.digest, snapshot.tail)):
+            if not self.tiers.has(record_digest(snapshot.node.digest, snapshot.tail)):
                 return self.move_down(snapshot)
 
     def want(self, tokens: Sequence[int], hashes: UnitHashes, num_cached: int) -> bytes:

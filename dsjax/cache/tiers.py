@@ -56,8 +56,12 @@ class Tiers:
 
     # --- coming down ---------------------------------------------------------------------------
 
+    def has(self, digest: bytes) -> bool:
+        """Whether the record is here or on its way, or on disk."""
+        return self._catalog.get(digest) is not None or (self.disk is not None and self.disk.has(digest))
+
     def touch(self, digest: bytes) -> bool:
-        """Whether the record is here or on its way, or on disk; marks it as most recently used."""
+        """What `has` says; marks the record as most recently used."""
         on_disk = self.disk is not None and self.disk.touch(digest)
         if self._catalog.get(digest) is None:
             return on_disk

@@ -67,7 +67,7 @@ def test_two_prompts_and_two_decoding_rows_in_one_step():
     rows = [[(r.request.parent_id, r.num_new) for r in part.rows] for part in plan.shards]
     assert sorted(row for part in rows for row in part) == sorted(expected)
     assert all(part == [row for row in expected if row in part] for part in rows)  # each shard in this order
-    engine._in_flight.append(type(engine._in_flight[0])(plan, engine.runner.dispatch(plan)))
+    engine._in_flight.append(engine._in_flight[0]._replace(plan=plan, output=engine.runner.dispatch(plan)))
     engine.scheduler.dispatched(plan)
     events = {}
     for event in engine._complete(engine._in_flight.popleft()):

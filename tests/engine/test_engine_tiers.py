@@ -28,8 +28,10 @@ def answer(engine, prompt, num_output=NUM_OUTPUT, **params):
 
 
 def flood(engine, seed=100):
-    """Other traffic, after which no snapshot of before is on the device."""
-    answer(engine, random_prompt(seed, 17), 1)
+    """Other traffic on every data shard, after which no snapshot of before is on a device."""
+    for i in range(len(engine.caches)):
+        engine.add(request(f"flood-{i}", random_prompt(seed + 1000 * i, 17), max_tokens=1))
+    drain(engine)
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 16, 17, 31, 65])
