@@ -198,7 +198,7 @@ def make_tiers(config: EngineConfig, folder: Path, runner: Runner) -> Tiers | No
     sizes, disk = config.tiers, None
     if not sizes.host_cache_bytes:
         return None
-    if sizes.disk_cache_bytes:
+    if sizes.disk_cache_dir:
         disk = Disk(sizes.disk_cache_dir, sizes.disk_cache_bytes, cache_fingerprint(folder, config, runner))
         log.info("cache on disk: %d prefixes in %s", disk.num_records, disk.folder)
     return Tiers(sizes.host_cache_bytes, disk)

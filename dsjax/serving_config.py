@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dsjax.config_fields import at_least, check, one_of, within
-from dsjax.errors import ConfigError
 
 POLICIES = ("fcfs", "priority", "shortest")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -153,22 +152,21 @@ class OverloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TierConfig:
-    """Where cached prefixes go that leave the device: host memory, then files. 0 bytes turn a tier off."""
+    """Where cached prefixes go that leave the device: host memory (0 bytes turn it off), then files in a folder."""
 
     host_cache_bytes: int = 0
-    disk_cache_dir: str = ""
-    disk_cache_bytes: int = 0
+    disk_cache_dir: str = ""  # "" is no files
+    disk_cache_bytes: int = 16 << 30  # of the files there
     host_cache_dtype: str = "auto"  # auto (as on the device), int8 (float entries are rounded)
 
     def __post_init__(self):
         at_least(self, 0, "host_cache_bytes disk_cache_bytes")
         one_of(self, "host_cache_dtype", ("auto", "int8"))
-        if bool(self.disk_cache_dir) != bool(self.disk_cache_bytes):
-            raise ConfigError(
-                f"disk_cache_dir={self.disk_cache_dir!r} and disk_cache_bytes={self.disk_cache_bytes} go together: "
-                "give both, or neither"
-            )
-        if self.disk_cache_bytes and not self.host_cache_bytes:
-            raise ConfigError(
-                f"disk_cache_bytes={self.disk_cache_bytes} needs host_cache_bytes: files are read and written there"
-            )
+        check(
+            not self.disk_cache_dir or self.host_cache_bytes > 0,
+            f"disk_cache_dir={self.disk_cache_dir!r} needs host_cache_bytes: files are read and written there",
+        )
+        check(
+            not self.disk_cache_dir or self.disk_cache_bytes > 0,
+            f"disk_cache_dir={self.disk_cache_dir!r} needs disk_cache_bytes of at least 1",
+        )

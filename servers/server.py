@@ -125,7 +125,7 @@ class Server:
         state = self.thread.state
         if state in (State.LOADING, State.WARMING):
             return 0.0
-        has_disk = state is State.SERVING and self.thread.engine.config.tiers.disk_cache_bytes
+        has_disk = state is State.SERVING and self.thread.engine.config.tiers.disk_cache_dir
         return DISK_STOP_S if has_disk else ENGINE_STOP_S
 
     def end_streams(self, why: str) -> None:

@@ -161,6 +161,7 @@ def test_a_session_is_prefetched(tmp_path):
     assert engine.stats().num_tier_hits == 1
     assert answer(engine, turn) == (solo(turn, NUM_OUTPUT), 25)
     assert engine.stats().num_tier_hits == 1
+    flood(engine, 101)
     assert engine.prefetch(token_ids=random_prompt(100, 17))
     assert_idle(engine)
 
