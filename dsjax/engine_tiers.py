@@ -35,13 +35,17 @@ class EngineTiers:
         if self.tiers is None:
             return
         costs.bytes_per_s = self.runner.host_bytes_per_s
-        for key, arrays in self.runner.downloaded():
-            self.tiers.put(key, arrays)
+        self._take()
         self.tiers.poll()
         for awaited, (tokens, salt) in list(self._hints.items()):
             if not self.tiers.is_coming(awaited):
                 del self._hints[awaited]
                 self._promote(tokens, salt)
+
+    def _take(self, wait: bool = False) -> None:
+        assert self.tiers is not None
+        for key, arrays in self.runner.downloaded(wait):
+            self.tiers.put(key, arrays)
 
     def move(self) -> None:
         """Sends moves that no step takes along, as when the engine is about to be idle."""
@@ -112,8 +116,9 @@ class EngineTiers:
             return
         if keep and self.tiers.disk is not None:
             for cache in self.caches:
-                cache.move_all_down()
-                self.move()
-                for key, arrays in self.runner.downloaded(wait=True):
-                    self.tiers.put(key, arrays)
+                self._take(wait=True)
+                for _ in cache.move_each_down():  # one by one: together they might not fit beside the pools
+                    self.move()
+                    self._take(wait=True)
+                    self.tiers.flush()
         self.tiers.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from dsjax.cache import blob_file
@@ -219,6 +219,11 @@ class Disk:
         self._loads.clear()
         for record in list(self._catalog):
             self._remove(record)
+
+    def flush(self) -> None:
+        """Returns when everything so far is written."""
+        wait([future for _, future, _ in self._writes.values()])
+        self._take_written()
 
     def close(self) -> None:
         """Returns when everything is written."""

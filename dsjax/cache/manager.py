@@ -8,7 +8,7 @@ may be freed, handed out again and overwritten by the plan that copies it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -113,11 +113,10 @@ class CacheManager:
         hashes = UnitHashes(salt, self.spec.unit_tokens)
         return self._mover.promote(tokens, hashes) if self._mover and self.spec.num_snapshots else 0
 
-    def move_all_down(self) -> None:
-        """Has every snapshot in the tiers once the next moves are done."""
-        if self._mover:
-            for snapshot in self.prefix.coldest(self.prefix.num_snapshots):
-                self._mover.move_down(snapshot)
+    def move_each_down(self) -> Iterator[None]:
+        """Brings the snapshots that the tiers lack down, the latest used first; before each next one is the time to do
+        the moves. Nothing else may be asked of the cache meanwhile."""
+        return self._mover.move_each_down() if self._mover else iter(())
 
     # --- admitting and extending -------------------------------------------------------------------
 

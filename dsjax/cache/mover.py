@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from dsjax.cache.moves import Download, Planned
+from dsjax.cache.moves import BlobKey, Download, Planned
 from dsjax.cache.prefix import PrefixIndex, PrefixMatch, UnitHashes, window_pages
 from dsjax.cache.records import Record, make_record, record_digest
 from dsjax.cache.spec import EntryKind
@@ -12,6 +12,7 @@ from dsjax.cache.tiers import Tiers
 from dsjax.cache.tree import Node, Snapshot
 
 CLEAN_PART = 4  # while fewer than a quarter of the snapshot slots are free, cold snapshots are copied down in advance
+MAX_DOWN_BYTES = 1 << 29  # that one step gathers on each device to bring down; what goes beyond is not kept
 _LOOK_AT = 8  # of the coldest snapshots, for one to copy
 
 
@@ -38,12 +39,30 @@ class Mover:
             for index, page in listed
         }
         pages[EntryKind.STATE, 0] = snapshot.slot
-        for key in self.tiers.begin(make_record(self.spec, [n.digest for n in chain], snapshot.tail)):
+        record = make_record(self.spec, [n.digest for n in chain], snapshot.tail)
+        if self._num_bytes(self.tiers.lacks(record)) + self._num_bytes(d.key for d in self.planned.downloads) > (
+            MAX_DOWN_BYTES
+        ):
+            self.tiers.num_dropped += 1
+            return
+        for key in self.tiers.begin(record):
             source = self.planned.source(key.kind, pages[key.kind, key.index])
             if isinstance(source, int):
                 self.planned.downloads.append(Download(key.kind, source, key))
             else:
                 self.tiers.put(key, source)  # it has come up in this very plan
+
+    def _num_bytes(self, keys: Iterable[BlobKey]) -> int:
+        """Of pages; STATE is small."""
+        kinds = self.spec.kinds
+        return sum(kinds[key.kind].page_bytes for key in keys if key.kind in kinds)
+
+    def move_each_down(self) -> Iterator[None]:
+        """See `CacheManager.move_each_down`."""
+        for snapshot in reversed(self.prefix.coldest(self.prefix.num_snapshots)):
+            if not self.tiers.has(record_digest(snapshot.node.digest, snapshot.tail)):
+                self.move_down(snapshot)
+                yield
 
     def clean(self) -> None:
         """Brings a cold snapshot down before it has to make room, if there is little room and nothing else to read."""

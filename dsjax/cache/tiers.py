@@ -28,6 +28,7 @@ class TierStats:
     num_tier_cached_tokens: int = 0  # that these have beyond what the device had
     num_tier_records: int = 0  # that came down to the host
     num_tier_loads: int = 0  # records read from the disk
+    num_tier_dropped: int = 0  # that left the device in a step which had too much to bring down
     num_tier_evicted: int = 0  # records that left host memory for others
     num_tier_damaged: int = 0  # files that could not be read or were not what was written
     num_tier_foreign: int = 0  # files of another model, layout or format
@@ -49,7 +50,7 @@ class Tiers:
         self.host_bytes, self.disk = host_bytes, disk
         self.num_bytes = 0  # of the blobs here
         self.num_hits = self.num_cached_tokens = 0  # counted by those who move records up
-        self.num_records = self.num_loads = self.num_evicted = 0
+        self.num_records = self.num_loads = self.num_evicted = self.num_dropped = 0
         self._catalog = Catalog()
         self._blobs: dict[BlobKey, _Blob] = {}
         self._missing: dict[bytes, int] = {}  # records that are not ready: how many blobs they lack
@@ -67,6 +68,10 @@ class Tiers:
             return on_disk
         self._catalog.touch(digest)
         return True
+
+    def lacks(self, record: Record) -> list[BlobKey]:
+        """What `begin` would return."""
+        return [key for key in record.keys if key not in self._blobs]
 
     def begin(self, record: Record) -> list[BlobKey]:
         """Adds a record; returns which of its blobs are neither here nor on their way: they have to be `put`."""
@@ -181,6 +186,7 @@ class Tiers:
             num_tier_cached_tokens=self.num_cached_tokens,
             num_tier_records=self.num_records,
             num_tier_loads=self.num_loads,
+            num_tier_dropped=self.num_dropped,
             num_tier_evicted=self.num_evicted,
             num_tier_damaged=disk.num_damaged if disk else 0,
             num_tier_foreign=disk.num_foreign if disk else 0,
@@ -195,6 +201,11 @@ class Tiers:
             self._remove(record)
         if self.disk is not None:
             self.disk.clear()
+
+    def flush(self) -> None:
+        """Returns when what is ready is written."""
+        if self.disk is not None:
+            self.disk.flush()
 
     def close(self) -> None:
         """Returns when what is on its way to the disk is written."""

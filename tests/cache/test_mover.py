@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from dsjax.cache import mover
 from dsjax.cache.manager import CacheManager
 from dsjax.cache.spec import EntryKind
 from dsjax.cache.tiers import Tiers
@@ -91,9 +92,21 @@ def test_cold_snapshots_come_down_before_room_is_needed():
 def test_all_can_be_moved_down():
     runner = Runner(num_snapshots=16)
     runner.complete(list(range(40)))
-    runner.manager.move_all_down()
-    runner.move()
+    for _ in runner.manager.move_each_down():
+        runner.move()
     assert runner.tiers.num_records == runner.manager.prefix.num_snapshots == 5
     other = CacheManager(cache_spec(num_snapshots=16), runner.tiers)
     assert other.promote([*range(40), 1], "") == 40
     other.check()
+
+
+def test_a_step_brings_down_no_more_than_fits_beside_the_pools(monkeypatch):
+    runner = Runner(num_snapshots=1)
+    page = runner.manager.spec.kinds[WINDOW].page_bytes
+    monkeypatch.setattr(mover, "MAX_DOWN_BYTES", page)  # of a kind that is smaller nothing but its own
+    runner.complete(list(range(8)))
+    runner.complete([9] * 9)
+    assert (runner.tiers.num_records, runner.tiers.num_dropped > 0) == (0, True)
+    assert runner.downloads == [] and [runner.move() for _ in runner.manager.move_each_down()] == [None]
+    assert runner.downloads == []
+    assert runner.complete([*range(8), 1]) == 0

@@ -203,3 +203,10 @@ def test_a_request_waits_for_its_file_but_not_for_ever(tmp_path):
         assert (tokens_of(events), events[-1].num_cached_tokens) == (want, 16 if arrives else 0)
         assert engine.wake_s() is None
         engine.close()
+
+
+def test_closing_ends_where_nothing_can_be_kept(tmp_path):
+    engine = disk_engine(tmp_path, host_bytes=1, disk_bytes=1)
+    answer(engine, random_prompt(5, 24))
+    engine.close()
+    assert list(tmp_path.iterdir()) == [] and engine.stats().host_cache_bytes_used == 0
