@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsjax.cache.prefix import UnitHashes
-from dsjax.cache.spec import EntryKind
+from dsjax.cache.spec import EntryKind, KindSpec
 from dsjax.cache.tree import Node
 
 NO_BOUNDARY = sys.maxsize
@@ -37,8 +37,18 @@ class RequestCache:
     window: dict[int, int]  # logical page (position // entries_per_page) -> page id, ascending
     hashes: UnitHashes
     caches_prefix: bool
+    num_promised: int  # tokens it had when admitted: others are admitted beside it only if their pages are left
     tenant: str = ""
     node: Node | None = None  # of the last unit registered
     num_units: int = 0  # registered
     boundary: int = NO_BOUNDARY  # where the next snapshot is due
     num_kept: int = 0  # tokens that would be a hit if it were released now, unless they are evicted
+    is_spare: bool = False  # that snapshot is one of several on the way through a long prompt
+
+    def num_to_come(self, spec: KindSpec) -> int:
+        """Pages of a compressed kind that its promised tokens need and it has not got."""
+        return max(0, spec.num_table_pages(self.num_promised) - len(self.pages[spec.kind]))
+
+    def num_pages(self, kind: EntryKind) -> int:
+        """Pages of a pool that it holds."""
+        return len(self.pages.get(kind, self.window))

@@ -76,17 +76,12 @@ class CacheManager:
 
     def share_of(self, request_ids: Sequence[str]) -> float:
         """In [0, 1]: the part of the fullest pool that these requests hold; a page they share counts for each."""
-        requests = [self._requests[request_id] for request_id in request_ids]
-        held = {kind: sum(len(r.pages.get(kind, r.window)) for r in requests) for kind in self.pools}
+        held = {kind: sum(self._requests[r].num_pages(kind) for r in request_ids) for kind in self.pools}
         return max(held[kind] / pool.num_pages for kind, pool in self.pools.items())
 
     def request(self, request_id: str) -> RequestCache:
         """The running request's pages; KeyError if it is not running."""
         return self._requests[request_id]
-
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens, prompt and output, can run when alone."""
-        return num_tokens <= self.spec.max_request_tokens
 
     def match(self, tokens: Sequence[int], salt: str, hashes: UnitHashes | None = None) -> PrefixMatch:
         """What `admit` would find; changes nothing but `hashes`."""
@@ -156,6 +151,7 @@ class CacheManager:
             window=dict(match.snapshot.pages[EntryKind.WINDOW]) if match.snapshot else {},
             hashes=hashes,
             caches_prefix=caches_prefix,
+            num_promised=len(tokens),
             tenant=tenant,
             num_kept=match.num_tokens,
         )
@@ -164,7 +160,7 @@ class CacheManager:
         need = self._need(request, min(len(tokens), match.num_tokens + max(1, num_first_tokens)))
         # The copied page is the first of those needed, unless the shared entries reach beyond the first chunk.
         wanted = {kind: max(self._num_needed(need, kind), kind in copies) for kind in self.pools}
-        if any(wanted[kind] > pool.num_available for kind, pool in self.pools.items()):
+        if not (all(wanted[k] <= self.pools[k].num_available for k in wanted) and self._has_promised_pages(request)):
             self._release_pages(request)
             return None
         self._free_slots.popleft()
@@ -185,6 +181,12 @@ class CacheManager:
         else:
             self._planned.forget(EntryKind.STATE, request.slot)  # of a request that came and went in this plan
         return Admission(slot=request.slot, num_cached=match.num_tokens, num_shared=match.num_shared)
+
+    def _has_promised_pages(self, new: RequestCache) -> bool:
+        """Whether all prompts that run and a new one can be computed to their ends, without preempting each other."""
+        held = (*self._requests.values(), new) if self._requests else ()
+        kinds = ((self.spec.kinds[kind], self.pools[kind].num_available) for kind in self.spec.compressed_kinds)
+        return all(sum(request.num_to_come(spec) for request in held) <= num for spec, num in kinds)
 
     def _empty_tables(self) -> dict[EntryKind, np.ndarray]:
         kinds = (self.spec.kinds[kind] for kind in self.pools)
@@ -285,11 +287,12 @@ class CacheManager:
         interval = unit if is_short else self.spec.snapshot_interval_tokens
         points = (
             request.num_shared // unit * unit,  # another prompt branched off here
-            (num_computed // interval + 1) * interval,
             (num_prompt_tokens - 1) // unit * unit,  # what the same prompt hits next time
             num_prompt_tokens,
         )
-        request.boundary = min(point for point in points if point > num_computed)
+        on_the_way = (num_computed // interval + 1) * interval
+        request.boundary = min(point for point in (*points, on_the_way) if point > num_computed)
+        request.is_spare = request.boundary not in points
         return request.boundary
 
     def computed(self, request_id: str, tokens: Sequence[int], num_computed: int) -> Copy | None:
@@ -304,7 +307,7 @@ class CacheManager:
             return None
         self._register(request, tokens, num_computed)
         if num_computed == request.boundary:
-            return self._snapshot(request, tokens)
+            return self._snapshot(request, tokens, request.is_spare)
         return None
 
     def _register(self, request: RequestCache, tokens: Sequence[int], num_computed: int, again: bool = False) -> None:
@@ -315,7 +318,7 @@ class CacheManager:
             request.node = self.prefix.add_units(request.hashes, num_units, request.node, request.pages, request.tenant)
             request.num_units = num_units
 
-    def _snapshot(self, request: RequestCache, tokens: Sequence[int]) -> Copy | None:
+    def _snapshot(self, request: RequestCache, tokens: Sequence[int], is_spare: bool = False) -> Copy | None:
         num_tokens, unit = request.num_computed, self.spec.unit_tokens
         if not 0 < num_tokens <= len(tokens):
             return None  # the newest token is still on the device
@@ -329,7 +332,7 @@ class CacheManager:
         tail = tuple(tokens[num_units * unit : num_tokens])
         if self.prefix.find_snapshot(node, tail):
             return None
-        snapshot = self.prefix.add_snapshot(node, tail, request.pages, request.window)
+        snapshot = self.prefix.add_snapshot(node, tail, request.pages, request.window, is_spare)
         if snapshot is None:
             return None
         return self._planned.add(EntryKind.STATE, self._planned.source(EntryKind.STATE, request.slot), snapshot.slot)

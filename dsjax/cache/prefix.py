@@ -80,6 +80,7 @@ class PrefixIndex:
         self._tenant_leaves = {name: Leaves() for name in self._max_units}
         self._num_units: Counter[str] = Counter()  # by tenant
         self._snapshots: OrderedDict[Snapshot, None] = OrderedDict()  # least recently used first
+        self._spare: OrderedDict[Snapshot, None] = OrderedDict()  # of those, what goes before the others: not used yet
         self._free_slots = list(range(spec.num_slots + spec.num_snapshots - 1, spec.num_slots - 1, -1))
         self._clock = 0
 
@@ -98,7 +99,8 @@ class PrefixIndex:
 
     def coldest(self, num: int) -> list[Snapshot]:
         """The `num` snapshots that would go first."""
-        return list(itertools.islice(self._snapshots, num))
+        rest = (snapshot for snapshot in self._snapshots if snapshot not in self._spare)
+        return list(itertools.islice(itertools.chain(self._spare, rest), num))
 
     def num_cached_tokens(self, tenant: str) -> int:
         """Of the units that a tenant registered."""
@@ -152,7 +154,7 @@ class PrefixIndex:
             node.last_used = self._clock
             node = node.parent
         if match.snapshot in self._snapshots:
-            self._snapshots.move_to_end(match.snapshot)
+            self._use(match.snapshot)
 
     # --- adding --------------------------------------------------------------------------------
 
@@ -215,8 +217,12 @@ class PrefixIndex:
         """The snapshot of that text, marked as most recently used."""
         snapshot = node.snapshots.get(tail)
         if snapshot:
-            self._snapshots.move_to_end(snapshot)
+            self._use(snapshot)
         return snapshot
+
+    def _use(self, snapshot: Snapshot) -> None:
+        self._snapshots.move_to_end(snapshot)
+        self._spare.pop(snapshot, None)
 
     def add_snapshot(
         self,
@@ -224,8 +230,12 @@ class PrefixIndex:
         tail: tuple[int, ...],
         tables: dict[EntryKind, list[int]],
         window: dict[int, int],  # logical page -> page id, held by the request
+        is_spare: bool = False,
     ) -> Snapshot | None:
         """Adds a snapshot at the node's end plus `tail`, evicting the least recently used one if no slot is free.
+
+        A spare one goes before all that are not until it has been used: of a long prompt there are many on the way,
+        and those of a few prompts would drive out the ends of all others.
 
         None if there are no slots at all.
         """
@@ -241,6 +251,8 @@ class PrefixIndex:
         snapshot = Snapshot(node, tail, num_tokens, pages, self._free_slots.pop())
         node.snapshots[tail] = snapshot
         self._snapshots[snapshot] = None
+        if is_spare:
+            self._spare[snapshot] = None
         return snapshot
 
     # --- evicting ------------------------------------------------------------------------------
@@ -257,7 +269,7 @@ class PrefixIndex:
         """Drops the least recently used snapshot; False if there is none. `keep_node` is not pruned for being bare."""
         if not self._snapshots:
             return False
-        self._drop_snapshot(next(iter(self._snapshots)), keep_node)
+        self._drop_snapshot(next(iter(self._spare or self._snapshots)), keep_node)
         return True
 
     def clear(self) -> None:
@@ -281,6 +293,7 @@ class PrefixIndex:
         if self.on_drop is not None:
             self.on_drop(snapshot)
         del self._snapshots[snapshot]
+        self._spare.pop(snapshot, None)
         del snapshot.node.snapshots[snapshot.tail]
         self._free_slots.append(snapshot.slot)
         self._release(snapshot.pages)
@@ -339,7 +352,7 @@ class PrefixIndex:
             assert node.children or all(node in leaves for leaves in self._leaves_of(node)), "a leaf that would stay"
             assert all(s in self._snapshots and s.node is node for s in node.snapshots.values())
         assert sum(len(node.snapshots) for node in self._nodes.values()) == len(self._snapshots)
-        assert all(s.node.alive for s in self._snapshots)
+        assert all(s.node.alive for s in self._snapshots) and self._spare.keys() <= self._snapshots.keys()
         assert Counter(n.tenant for n in self._nodes.values() if n.parent) == +self._num_units
         slots = sorted([*self._free_slots, *(s.slot for s in self._snapshots)])
         assert slots == list(range(self.spec.num_slots, self.spec.num_state_slots)), f"snapshot slots: {slots}"

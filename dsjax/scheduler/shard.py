@@ -154,7 +154,9 @@ class Shard:
         if num_new <= granted:
             return 0
         total = request.num_computed + num_new
-        while not self._may_grow(request) or not self.cache.extend(request.request_id, total):
+        if not self._may_grow(request):
+            return 0
+        while not self.cache.extend(request.request_id, total):
             victim = None if spare else self._who_gives(request)
             if victim is None:
                 return 0

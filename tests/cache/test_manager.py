@@ -176,9 +176,9 @@ def test_table_rows_are_out_of_range_where_there_is_no_page():
 def test_extend_is_all_or_nothing():
     manager = CacheManager(cache_spec(num_blocks=6))  # 2 CSA pages of 32 tokens
     for request_id in "ab":
-        assert manager.admit(request_id, [ord(request_id)] * 40, "", True, 32) is not None
+        assert manager.admit(request_id, [ord(request_id)] * 8, "", True, 8) is not None
         assert manager.extend(request_id, 8)
-        manager.computed(request_id, [ord(request_id)] * 40, 8)
+        manager.computed(request_id, [ord(request_id)] * 8, 8)
     before = manager.num_free
     assert not manager.extend("a", 36)
     assert manager.num_free == before
@@ -189,10 +189,10 @@ def test_extend_is_all_or_nothing():
 
 def test_admission_needs_a_slot_and_the_pages_of_the_first_chunk():
     manager = CacheManager(cache_spec(num_blocks=6, num_seqs=2))
-    assert manager.admit("a", [1] * 40, "", True, 32) is not None
+    assert manager.admit("a", [1] * 32, "", True, 32) is not None
     assert manager.extend("a", 32)
-    assert manager.admit("b", [2] * 40, "", True, 32) is None  # 2 of 6 window pages are left
-    assert manager.admit("b", [2] * 40, "", True, 16) is not None
+    assert manager.admit("b", [2] * 20, "", True, 20) is None  # 2 of 6 window pages are left
+    assert manager.admit("b", [2] * 20, "", True, 16) is not None
     assert manager.admit("c", [3], "", True, 1) is None  # no slot
     with pytest.raises(ValueError, match="'b' is running already"):
         manager.admit("b", [2], "", True, 1)
@@ -214,10 +214,14 @@ def test_oversized_chunk_is_refused():
         manager.extend("a", 33)
 
 
-def test_can_ever_fit():
-    manager = CacheManager(cache_spec(num_blocks=6))
-    assert manager.can_ever_fit(55)
-    assert not manager.can_ever_fit(56)
+def test_the_pages_of_prompts_that_run_are_promised_to_them():
+    manager = CacheManager(cache_spec(num_blocks=6))  # 2 CSA pages of 32 tokens
+    assert manager.admit("a", [1] * 40, "", False, 8)  # has none yet, and will need both
+    assert manager.admit("b", [2] * 8, "", False, 8) is None
+    assert manager.admit("c", [3] * 3, "", False, 3)  # completes no entry
+    manager.release("a")
+    assert manager.admit("b", [2] * 8, "", False, 8)
+    manager.check()
 
 
 def test_counts_and_usage():

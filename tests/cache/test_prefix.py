@@ -240,3 +240,20 @@ def test_a_tenant_over_its_limit_loses_its_own_leaves_first():
     index.check()
     assert index.num_cached_tokens("small") == 24
     assert [match(index, list(range(first, first + 30)))[1] for first in (0, 100, 200, 300)] == [24, 0, 16, 16]
+
+
+def test_snapshots_on_the_way_through_a_long_prompt_go_first_until_they_are_used():
+    index = make_index(num_snapshots=3)
+    short, long = Writer(index, [1] * 8), Writer(index, [2] * 24)
+    short.add_snapshot(8)
+    for num_tokens in (8, 16):
+        node = long.add_units(num_tokens // 8)
+        index.add_snapshot(node, (), long.tables, long.window, is_spare=True)
+    assert [s.num_tokens for s in index.coldest(3)] == [8, 16, 8] and index.coldest(3)[2].tail == ()
+    long.add_snapshot(24)  # no slot is free: not the short prompt's end, though it is the oldest
+    assert (match(index, [1] * 9)[0], match(index, [2] * 9)[0], match(index, [2] * 17)[0]) == (8, 0, 16)
+    index.touch(index.match([2] * 17, UnitHashes("", 8)))  # used: now like others
+    other = Writer(index, [3] * 8)
+    other.add_snapshot(8)
+    assert (match(index, [1] * 9)[0], match(index, [2] * 17)[0]) == (0, 16)
+    index.check()
