@@ -3,7 +3,7 @@
 model: /models/flash                    a field of EngineConfig
 scheduler:                              a section of it
   max_num_seqs: 32
-  hot: {share: 1.0}
+  warm: {share: 0.9}
   tenants: {gold: {weight: 4}}
 parallel: {mesh: "data:2,model:4"}      what --mesh says
 dynamic_batching:                       the block of this name that users of other servers know
@@ -41,7 +41,9 @@ def read(path: str) -> Mapping[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         found = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+    except RecursionError:
+        raise ConfigError(f"config={path!r} cannot be read: it is nested too deeply") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"config={path!r} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(found, Mapping):
         raise ConfigError(f"config={path!r} must be a mapping of fields and sections, such as scheduler: {{...}}")
@@ -99,7 +101,14 @@ def _leaves(changes: Any, paths: list[str], above: str = "") -> Iterator[tuple[s
         elif value is None:
             raise ConfigError(f"{path} has no value: give one, or leave it out")
         else:
-            yield path, value if isinstance(value, str) else json.dumps(value)
+            yield path, _text(path, value)
+
+
+def _text(path: str, value: Any) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value)
+    except (TypeError, ValueError, RecursionError):  # a date, bytes, an anchor inside itself
+        raise ConfigError(f"{path}={value!r} must be text, a number, true or false: put it in quotes") from None
 
 
 def _allowed(paths: list[str], above: str) -> str:

@@ -33,7 +33,7 @@ def within(config: object, low: float, high: float, names: str, open_low: bool =
 
 def at_least(config: object, low: float, names: str) -> None:
     for name in names.split():
-        if getattr(config, name) < low:
+        if not getattr(config, name) >= low:  # also NaN
             raise ConfigError(f"{name}={getattr(config, name)} must be at least {low}")
 
 

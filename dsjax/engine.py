@@ -148,7 +148,7 @@ class Engine:
                 f"request_id={request.request_id!r} is live; use another, or none for a new one",
             )
         max_total = self._bounds.check(request)
-        params, max_total = self.control.promise(params, request.num_prompt_tokens, max_total)
+        params, max_total = self.control.promise(now_s, params, request.num_prompt_tokens, max_total)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._bounds.eos_ids

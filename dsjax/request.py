@@ -150,6 +150,7 @@ class Request:
     number: int = -1  # in the order of `add`
     num_preemptions: int = 0
     num_reclaims: int = 0  # of those, for requests that waited
+    held: float = 0.0  # what the last one freed of its shard's fullest pool, in [0, 1]
     awaited: bytes = b""  # what it can use of the cache's tiers and is on its way; b"" if it waits for nothing there
     awaits_until_s: float = 0.0  # how long; 0 before its turn has come
     sibling: Request | None = None  # for n > 1: wait until this one's prompt is in the cache

@@ -14,8 +14,9 @@ PREEMPTION_MODES = ("auto", "recompute", "swap")
 class PathConfig:
     """Limits of the requests of one length class on each data shard; prompt and expected output count.
 
-    `share` is of the rows and of the pages of each pool. A path with nothing running may always start one request, so
-    that no request is too long for its path; what that one holds beyond the share, requests of hotter paths take back.
+    `share` is of the rows and of the pages of each pool; it and `max_num_seqs` are of this path and colder ones
+    together, and so cannot limit the hottest. A path with nothing running may always start one request, so that no
+    request is too long for its path; what that one holds beyond the share, requests of hotter paths take back.
     """
 
     max_tokens: int = 0  # shorter requests belong to this path or a hotter one; 0: all that are left
@@ -41,7 +42,7 @@ class TenantConfig:
     reserved_seqs: int = 0  # rows that no other tenant takes (headroom of a VIP)
 
     def __post_init__(self):
-        check(0 < self.weight <= 1e6, f"weight={self.weight} of tenant {self.name!r} must be in (0, 1e6]")
+        check(1e-6 <= self.weight <= 1e6, f"weight={self.weight} of tenant {self.name!r} must be in [1e-6, 1e6]")
         at_least(self, 0, "max_num_seqs max_num_waiting max_cached_tokens reserved_seqs")
 
 
@@ -97,6 +98,11 @@ class SchedulerConfig:
             0 < self.hot.max_tokens < self.warm.max_tokens and self.cold.max_tokens == 0,
             f"hot.max_tokens={self.hot.max_tokens}, warm.max_tokens={self.warm.max_tokens} and "
             f"cold.max_tokens={self.cold.max_tokens} must ascend from 1, and the last be 0: cold has all that are left",
+        )
+        check(
+            self.hot.share == 1 and self.hot.max_num_seqs == 0,
+            f"hot.share={self.hot.share:g} and hot.max_num_seqs={self.hot.max_num_seqs} must be 1 and 0: what hot "
+            "requests and all colder ones hold together is limited by max_num_seqs and the cache alone",
         )
         names = [tenant.name for tenant in self.tenants]
         check(len(set(names)) == len(names), f"tenants names one twice: {', '.join(names)}")

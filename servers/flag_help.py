@@ -50,8 +50,8 @@ ENGINE = {
         for path in ("hot", "warm", "cold")
         for name, text in {
             "max_tokens": "requests of fewer tokens, prompt and expected answer, are {} or hotter; 0 takes all",
-            "max_num_seqs": "{} requests that run at the same time on a data shard; 0 is their share",
-            "share": "of rows and cache that {} requests may hold",
+            "max_num_seqs": "{} and colder requests that run at the same time on a data shard; 0 is their share",
+            "share": "of rows and cache that {} requests and colder ones may hold; hot ones' is 1",
             "budget_share": "of a step's tokens that {} prompts get while others want some",
             "chunk_tokens": "most tokens of a {} prompt in one step; 0 is what there is",
         }.items()

@@ -47,8 +47,12 @@ class Control:
 
     # --- a new request ---------------------------------------------------------------------------
 
-    def promise(self, params: SamplingParams, num_prompt: int, max_total: int) -> tuple[SamplingParams, int]:
+    def promise(
+        self, now_s: float, params: SamplingParams, num_prompt: int, max_total: int
+    ) -> tuple[SamplingParams, int]:
         """What a new request gets of its parameters and of the tokens it may reach."""
+        if self.ladder.level:
+            self.ladder.update(now_s, self._load())  # an idle engine plans no steps: calm has to show here
         return self.ladder.params(params), num_prompt + self.ladder.max_output(params, max_total - num_prompt)
 
     def admit(self, now_s: float, new: Sequence[Request]) -> list[Request]:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from dsjax.config import FeedbackConfig, SchedulerConfig
 from dsjax.scheduler.policy import Limits
 
+MIN_STEP_S = 1e-6  # where a clock is too coarse to see a step
 MIN_STEPS, MIN_ITLS = 10, 20  # in a window that counts; with fewer it goes on ...
 MOST_WINDOWS = 5  # ... but where answers are of one token there are no times between tokens, and nobody to wait for
 START = 4  # the first limits are a fourth of the config's: climbing to the knee costs less than draining down to it
@@ -204,6 +205,7 @@ class Controller:
         """
         if not self.enabled:
             return
+        step_s = max(step_s, MIN_STEP_S)
         self._num_rows = num_rows
         if self._settle or num_rows > self._rows.value:  # rows beyond a lower limit run to their end
             self._settle = max(self._settle - 1, 0)

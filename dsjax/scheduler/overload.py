@@ -65,31 +65,30 @@ def to_shed(
 ) -> list[Request]:
     """The least urgent waiting requests whose end makes room for new ones (sequences of one request).
 
-    Adds one after another, with all its sequences, until `enough` of what is left; [] if that cannot be reached.
+    Adds one after another, with all its sequences, until `enough` of what is left, then takes out those without whom it
+    is enough too, such as those behind the new one where that would wait too long; [] if it cannot be enough.
     The least urgent has the highest priority number; of those the tenant with most waiting tokens for its weight; of
     those it came last. It is less urgent than the new request if its number is higher, or the same and its tenant would
     still have as much waiting for its weight.
     """
     priority, tenant = new[0].priority, new[0].tenant
-    if not any(r.priority > priority or (r.priority == priority and r.tenant != tenant) for r in waiting):
+    groups: dict[str, list[Request]] = {}  # that may go, as far as that is known before any other goes
+    for request in waiting:
+        is_other = request.priority == priority and request.tenant != tenant
+        if (request.priority > priority or is_other) and not _has_begun(request):
+            groups.setdefault(request.parent_id, []).append(request)
+    if not groups or not enough([request for request in waiting if request.parent_id not in groups]):
         return []  # the usual case, and it has to be fast
+    left, shed = list(waiting), []
     owed: dict[str, float] = {}  # waiting tokens of a tenant by its weight
     for request in (*waiting, *new):
         owed[request.tenant] = owed.get(request.tenant, 0.0) + request.expected_tokens / weight_of(request.tenant)
-    groups: dict[str, list[Request]] = {}
-    for request in waiting:
-        if not _has_begun(request):
-            groups.setdefault(request.parent_id, []).append(request)
-    left, shed = list(waiting), []
 
     def weight_out(group: list[Request]) -> float:
         return sum(r.expected_tokens for r in group) / weight_of(group[0].tenant)
 
     def is_less_urgent(group: list[Request]) -> bool:
-        first = group[0]
-        if first.priority != priority or first.tenant == tenant:
-            return first.priority > priority
-        return owed[first.tenant] - weight_out(group) >= owed[tenant]
+        return group[0].priority > priority or owed[group[0].tenant] - weight_out(group) >= owed[tenant]
 
     while not enough(left):
         able = [group for group in groups.values() if is_less_urgent(group)]
@@ -98,9 +97,13 @@ def to_shed(
         worst = max(able, key=lambda group: (group[0].priority, owed[group[0].tenant], group[0].number))
         del groups[worst[0].parent_id]
         owed[worst[0].tenant] -= weight_out(worst)
-        shed += worst
+        shed.append(worst)
         left = [request for request in left if request not in worst]
-    return shed
+    for group in shed[::-1]:
+        if enough([*left, *group]):
+            left += group
+            shed.remove(group)
+    return [request for group in shed for request in group]
 
 
 def _has_begun(request: Request) -> bool:

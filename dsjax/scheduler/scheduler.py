@@ -140,7 +140,9 @@ class Scheduler:
         if len(self.waiting) >= self.limits.max_num_seqs * len(self.shards):
             return None
         until_s = min(request.arrival_s for request in self.waiting) + wait_s
-        return until_s if now_s < until_s else None
+        if now_s >= until_s:
+            return None
+        return min([until_s, *(request.deadline_s for request in self.waiting if request.deadline_s is not None)])
 
     def _admit(self) -> None:
         """Starts waiting requests in their turn until the budgets, the slots or the pages of all shards are used up.

@@ -189,7 +189,7 @@ class Shard:
             return False
         if not self.config.enable_preemption and not self._fits_to_its_end(request):
             return False
-        if self.running and self.cache.usage >= self.config.preemption_threshold < 1:
+        if self.running and not self._is_below_threshold(request):
             return False
         budget = min(self._budget, self._path_budget[request.path])
         budget = min(budget, policy.chunk_limit(self.config, self._limits, request.path))
@@ -220,6 +220,11 @@ class Shard:
     def _fits_to_its_end(self, request: Request) -> bool:
         """Whether the pools can hold all that run, and it, up to their last tokens."""
         return self.cache.spec.can_hold([r.max_total_tokens for r in (*self.running, request)])
+
+    def _is_below_threshold(self, request: Request) -> bool:
+        """Whether it may start beside others: also with what it held when it was preempted, or it would be again."""
+        threshold, usage = self.config.preemption_threshold, self.cache.usage
+        return threshold == 1 or (usage < threshold and usage + request.held <= threshold)
 
     def take_plan(self) -> ShardPlan:
         """What was planned, for a step that is dispatched next."""
@@ -324,7 +329,9 @@ class Shard:
         num_bytes = self.cache.spec.record_bytes(request.num_computed)
         swaps = self.cache.has_tiers and self._costs.swaps(request.num_computed - held.num_kept, num_bytes)
         self.num_swaps += swaps
+        usage = self.cache.usage
         self.release(request, snapshot=swaps)
+        request.held = usage - self.cache.usage
         request.status, request.num_computed = Status.WAITING, 0
         request.num_preemptions += 1
 

@@ -27,7 +27,7 @@ def test_sections_fields_paths_and_tenants(load):
         cache: {block_size: 32, kv_cache_dtype: int8}
         scheduler:
           max_num_seqs: 8
-          hot: {share: 0.5, max_num_seqs: 6}
+          warm: {share: 0.5, max_num_seqs: 6}
           tenants:
             gold: {weight: 4, reserved_seqs: 2}
             guests: {max_num_seqs: 1}
@@ -38,7 +38,11 @@ def test_sections_fields_paths_and_tenants(load):
     )
     assert (config.model, config.seed, config.cache.block_size, config.cache.kv_cache_dtype) == (
         "/models/flash", -3, 32, "int8")  # fmt: skip
-    assert (config.scheduler.max_num_seqs, config.scheduler.hot.share, config.scheduler.hot.max_num_seqs) == (8, 0.5, 6)
+    assert (config.scheduler.max_num_seqs, config.scheduler.warm.share, config.scheduler.warm.max_num_seqs) == (
+        8,
+        0.5,
+        6,
+    )
     assert config.scheduler.hot.max_tokens == 8192
     assert config.scheduler.tenants == (
         TenantConfig(name="gold", weight=4.0, reserved_seqs=2),
@@ -101,6 +105,9 @@ def test_a_larger_batch_raises_the_budget_unless_the_file_gives_one(load):
         ("dynamic_batching: {preemption: {threshold: 2}}", "preemption_threshold=2.0 must be in (0, 1]"),
         ("{dynamic_batching: {max_batch_size: 4}, scheduler: {max_num_seqs: 5}}",
          "scheduler.max_num_seqs is 5 and dynamic_batching makes it 4: give one of them"),
+        ("model: 2026-11-30", "model=datetime.date(2026, 11, 30) must be text, a number, true or false"),
+        ("scheduler: {tenants: &a {gold: *a}}", "scheduler.tenants={'gold': {...}} must be text, a number"),
+        ("{a: " * 2000 + "1" + "}" * 2000, "cannot be read: it is nested too deeply"),
         ("- 1", "must be a mapping of fields and sections"),
         ("", "must be a mapping of fields and sections"),
         ("a: b: c", "cannot be read: mapping values are not allowed here"),

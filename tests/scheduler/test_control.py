@@ -263,6 +263,17 @@ def test_new_requests_get_no_logprobs_and_others_do():
     assert ended(events)["new"] == [FinishReason.LENGTH]
 
 
+def test_an_idle_engine_calms_down_though_it_plans_no_steps():
+    engine, _ = loaded(4, hot=PathConfig(max_tokens=8), warm=PathConfig(max_tokens=16))
+    finish(engine, seconds=0.01)
+    assert engine.control.ladder.level == 4 and engine.wake_s() is None
+    engine.clock.now_s += 3600
+    engine.add(request("cold", [1] * 30, max_tokens=4, logprobs=2))
+    events = finish(engine)
+    assert ended(events) == {"cold": [FinishReason.LENGTH]} and events[0].logprobs
+    assert engine.stats().degrade_level == 0
+
+
 def test_new_cold_requests_are_refused_and_those_that_wait_are_served():
     paths = {"hot": PathConfig(max_tokens=8), "warm": PathConfig(max_tokens=16)}
     engine, events = loaded(4, **paths)

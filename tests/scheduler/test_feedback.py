@@ -77,6 +77,14 @@ def test_where_answers_have_one_token_nothing_is_between_tokens_and_limits_rise(
     assert limits(f.c) == (96, 16)
 
 
+def test_a_clock_too_coarse_to_see_a_step_is_no_error():
+    c = controller()
+    for i in range(200):
+        c.next_token(0.0)
+        c.step(i / 100, 0.0, 16, 16)
+    assert c.num_lowered == 0
+
+
 def test_an_idle_time_is_not_part_of_a_window():
     f = Fed(controller())
     f.steps(50, 0.02, 16, 16)

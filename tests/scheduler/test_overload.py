@@ -10,7 +10,16 @@ from dsjax.scheduler.overload import Degradation, Ladder, ServiceRate, to_shed, 
 from dsjax.scheduler.policy import Limits
 
 
-def req(name: str, tokens: int = 10, *, number: int = 0, priority: int = 0, tenant: str = "", sibling=None) -> Request:
+def req(
+    name: str,
+    tokens: int = 10,
+    *,
+    number: int = 0,
+    priority: int = 0,
+    tenant: str = "",
+    sibling=None,
+    key_s: float = 0.0,
+) -> Request:
     made = Request(
         request_id=name,
         parent_id=name.partition("#")[0],
@@ -20,7 +29,7 @@ def req(name: str, tokens: int = 10, *, number: int = 0, priority: int = 0, tena
         tenant=tenant,
         sibling=sibling,
     )
-    made.expected_tokens, made.number = tokens, number
+    made.expected_tokens, made.number, made.key_s = tokens, number, key_s
     return made
 
 
@@ -89,6 +98,26 @@ def test_of_a_priority_the_tenant_with_most_for_its_weight_goes_but_not_for_one_
     assert shed(waiting, req("new", 31, tenant="z"), most=5) == []  # 40 and 31 would become 30 and 31
     weight = {"x": 8.0, "y": 1.0, "z": 1.0}
     assert shed(waiting, req("new", 4, tenant="z"), most=5, weight_of=lambda name: weight[name]) == []
+
+
+def test_those_whose_end_does_not_help_stay():
+    new = req("new", number=99, key_s=5.0)
+    ahead = [req(f"a{i}", number=i, priority=1) for i in range(3)]
+    behind = [req(f"b{i}", number=10 + i, priority=2, key_s=9.0) for i in range(3)]
+    chosen = to_shed([*ahead, *behind], [new], even, lambda left: tokens_ahead(left, new, even) <= 10)
+    assert [request.request_id for request in chosen] == ["a2", "a1"]
+
+
+def test_that_nobody_can_go_shows_without_trying_one_after_another():
+    asked = 0
+
+    def enough(left):
+        nonlocal asked
+        asked += 1
+        return False
+
+    assert to_shed([req(f"b{i}", number=i, priority=2) for i in range(100)], [req("new")], even, enough) == []
+    assert asked == 1
 
 
 def test_all_sequences_of_a_request_go_and_none_of_one_that_has_begun():

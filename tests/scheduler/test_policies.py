@@ -225,6 +225,19 @@ def test_above_the_threshold_the_cheapest_is_preempted_and_nobody_is_admitted():
     assert all(len(found[name]) == 12 for name in "abc")
 
 
+def test_what_was_preempted_above_the_threshold_starts_again_when_it_fits_below():
+    sizes = {"max_model_len": 1000, "max_num_seqs": 8, "max_num_batched_tokens": 64, "cache": {}}
+    engine = engine_of(num_pages={EntryKind.CSA: 40}, preemption_threshold=0.85, **sizes)
+    for name in "abcd":
+        engine.add(request(name, [ord(name)] * 190, max_tokens=200))
+    run(engine, 20)
+    engine.add(request("e", [ord("e")] * 400, max_tokens=20))
+    found = finish(engine)
+    assert [len(found[name]) for name in "abcde"] == [200] * 4 + [20]
+    stats = engine.stats()
+    assert stats.num_preemptions < 10 and stats.num_computed_tokens < 3000  # 1160 + 820 at least
+
+
 def test_of_later_requests_the_one_that_loses_least_is_preempted():
     engine = engine_of(num_pages={EntryKind.CSA: 3}, max_num_batched_tokens=128)
     for name, length in (("a", 34), ("b", 20), ("c", 30)):
@@ -260,6 +273,15 @@ def test_an_urgent_request_takes_a_row_from_a_less_urgent_one():
 
 
 # --- batching --------------------------------------------------------------------------------------
+
+
+def test_a_lone_request_waits_for_company_no_longer_than_its_deadline():
+    engine = engine_of(batch_wait_s=60.0)
+    engine.add(request("a", [1], deadline_s=2.0))
+    assert engine.step() == [] and engine.wake_s() == 2.0
+    engine.clock.now_s = 2.0
+    (event,) = engine.step()
+    assert event.error.code is ErrorCode.DEADLINE_EXCEEDED and engine.wake_s() is None
 
 
 def test_a_lone_request_waits_for_company_until_the_time_is_over_or_the_batch_is_full():

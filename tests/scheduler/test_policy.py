@@ -1,6 +1,7 @@
 """Orders, paths, shares and victims: pure functions, exact answers."""
 
 import itertools
+import math
 
 import pytest
 
@@ -113,6 +114,9 @@ def test_lengths_of_a_group_are_within_the_ratio():
         ({"scheduling_policy": "lifo"}, "scheduling_policy='lifo' must be one of fcfs, priority, shortest"),
         ({"length_groups": 1.0}, "length_groups=1.0 must be more than 1"),
         ({"preemption_threshold": 0.0}, r"preemption_threshold=0.0 must be in \(0, 1\]"),
+        ({"length_penalty": math.nan}, "length_penalty=nan must be at least 0"),
+        ({"hot": PathConfig(max_tokens=8, share=0.5)}, "hot.share=0.5 and hot.max_num_seqs=0 must be 1 and 0"),
+        ({"hot": PathConfig(max_tokens=8, max_num_seqs=2)}, "hot.share=1 and hot.max_num_seqs=2 must be 1 and 0"),
         ({"hot": PathConfig(max_tokens=20000)}, "hot.max_tokens=20000, warm.max_tokens=16384"),
         ({"tenants": (TenantConfig(name="a"), TenantConfig(name="a"))}, "names one twice: a, a"),
         ({"tenants": (TenantConfig(name="a", reserved_seqs=16),)}, "reserved_seqs of all tenants are 16"),
@@ -128,5 +132,6 @@ def test_wrong_configs_are_named(fields, words):
 def test_wrong_shares_and_weights_are_named():
     with pytest.raises(ConfigError, match=r"share=1.5 must be in \(0, 1\]"):
         PathConfig(share=1.5)
-    with pytest.raises(ConfigError, match=r"weight=0 of tenant 'a'"):
-        TenantConfig(name="a", weight=0)
+    for weight in (0, 1e-310):  # fewer rounds than a float counts
+        with pytest.raises(ConfigError, match=rf"weight={weight} of tenant 'a'"):
+            TenantConfig(name="a", weight=weight)
