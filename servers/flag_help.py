@@ -50,12 +50,14 @@ ENGINE = {
         for path in ("hot", "warm", "cold")
         for name, text in {
             "max_tokens": "requests of fewer tokens, prompt and expected answer, are {} or hotter; 0 takes all",
-            "max_num_seqs": "{} and colder requests that run at the same time on a data shard; 0 is their share",
-            "share": "of rows and cache that {} requests and colder ones may hold; hot ones' is 1",
+            "max_num_seqs": "{} requests and colder ones that run at the same time on a data shard; 0 is their share",
+            "share": "of rows and cache that {} requests and colder ones may hold",
             "budget_share": "of a step's tokens that {} prompts get while others want some",
             "chunk_tokens": "most tokens of a {} prompt in one step; 0 is what there is",
         }.items()
     },
+    "hot_share": "1: no share limits hot requests",
+    "hot_max_num_seqs": "0: max_num_seqs alone limits hot requests",
     "tenants": 'limits and weights by tenant as JSON, e.g. {"gold": {"weight": 4, "reserved_seqs": 2}}',
     "target_ttft_ms": "99th percentile of the time to the first token that steps are sized for; 0 is no target",
     "target_itl_ms": "99th percentile of the time between tokens that steps are sized for; 0 is no target",
