@@ -44,6 +44,8 @@ class RequestBounds:
                 f"the prompt has {len(ids)} tokens, and with one token of output exceeds "
                 f"max_model_len={self.max_model_len}"
             )
+        if params.n > self.scheduler.max_num_waiting:
+            raise invalid(f"n={params.n} is more than may wait: max_num_waiting={self.scheduler.max_num_waiting}")
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocab:
             raise invalid(

@@ -44,6 +44,11 @@ class TenantConfig:
     def __post_init__(self):
         check(1e-6 <= self.weight <= 1e6, f"weight={self.weight} of tenant {self.name!r} must be in [1e-6, 1e6]")
         at_least(self, 0, "max_num_seqs max_num_waiting max_cached_tokens reserved_seqs")
+        check(
+            not self.max_num_seqs or self.reserved_seqs <= self.max_num_seqs,
+            f"reserved_seqs={self.reserved_seqs} of tenant {self.name!r} must be at most its "
+            f"max_num_seqs={self.max_num_seqs}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,6 +130,8 @@ def test_wrong_configs_are_named(fields, words):
 
 
 def test_wrong_shares_and_weights_are_named():
+    with pytest.raises(ConfigError, match="reserved_seqs=3 of tenant 'a' must be at most its max_num_seqs=2"):
+        TenantConfig(name="a", max_num_seqs=2, reserved_seqs=3)
     with pytest.raises(ConfigError, match=r"share=1.5 must be in \(0, 1\]"):
         PathConfig(share=1.5)
     for weight in (0, 1e-310):  # fewer rounds than a float counts

@@ -277,6 +277,9 @@ def test_the_queue_is_bounded_and_n_counts():
     with pytest.raises(RequestError, match="max_num_waiting=3") as caught:
         engine.add(request("b", [1], n=2))
     assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+    with pytest.raises(RequestError, match="n=4 is more than may wait: max_num_waiting=3") as caught:
+        engine.add(request("b", [1], n=4))
+    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
     engine.add(request("b", [1], max_tokens=1))
     with pytest.raises(RequestError, match="3 requests are waiting"):
         engine.add(request("c", [1]))
