@@ -47,6 +47,7 @@ def test_answers_are_those_of_each_request_alone(name):
     assert_idle(engine)
 
 
+@pytest.mark.slow
 def test_under_feedback_and_degradation_answers_are_those_alone_or_their_beginnings():
     engine, clock = tiny_engine(max_num_waiting=12, num_pages=FEW), Clock()
     overload = OverloadConfig(enable_degradation=True, degrade_after_s=1.0, degraded_max_tokens=4)

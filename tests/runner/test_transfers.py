@@ -81,7 +81,18 @@ def rows(spec, mesh, cache: CacheState, kind: EntryKind, shard: int, index: int)
 
 
 @pytest.mark.parametrize(
-    ("mesh_name", "form"), [*((name, "float32") for name in MESHES), (MESHES[-1], "bfloat16"), (MESHES[-1], "int8")]
+    ("mesh_name", "form"),
+    [
+        (MESHES[0], "float32"),
+        *(
+            pytest.param(name, form, marks=pytest.mark.slow)  # each compiles its programs
+            for name, form in (
+                *((name, "float32") for name in MESHES[1:]),
+                (MESHES[-1], "bfloat16"),
+                (MESHES[-1], "int8"),
+            )
+        ),
+    ],
 )
 def test_bits_go_down_and_up(mesh_name, form):
     mesh, spec = parts(mesh_name, kv_cache_dtype=form)
