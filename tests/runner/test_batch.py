@@ -44,6 +44,7 @@ def row(name, slot, tokens, start, end, tables, *, num_pending=0, num_shared=0, 
         window={},
         hashes=UnitHashes("", SPEC.unit_tokens),
         caches_prefix=False,
+        num_promised=end,
         boundary=NO_BOUNDARY,
     )
     samples = end == req.num_tokens
