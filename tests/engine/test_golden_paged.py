@@ -30,7 +30,7 @@ from tests.fakes import check_caches, default_parallel, preempt
 from tests.golden_sets import sets
 from tests.model.test_golden_full import ATOL, compare_inner
 
-QUICK = ("g4_mixed", "g7_mtp")  # every kind of layer, hash routing, and the MTP block
+QUICK = ("g4_mixed",)  # every kind of layer and hash routing; MTP is among the slow ones, and in test_golden_full
 PAGED_MODES = tuple(mode for mode in ALL_MODES if mode != "full")
 
 
