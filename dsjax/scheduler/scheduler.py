@@ -58,7 +58,7 @@ class Scheduler:
         self.wake_s: float | None = None  # when to schedule again though nothing arrives
         self.counters = Counters()
         self._tenants = {tenant.name: tenant for tenant in config.tenants}
-        self._hashes: dict[str, UnitHashes] = {}  # of waiting requests that fitted no shard: they are tried again
+        self._hashes: dict[str, UnitHashes] = {}  # of waiting requests that have been looked at: they are tried again
         self._now_s = 0.0  # of the step being planned
         self._mean_output = float(config.expected_output_tokens)
 
@@ -151,9 +151,8 @@ class Scheduler:
         would never start where there are always smaller ones.
         """
         blocked: set[Path] = set()
-        tenant_blocked = self._tenant_blocked()
         while True:
-            request = self.waiting.head(self._is_early, blocked, tenant_blocked)
+            request = self.waiting.head(self._is_early, blocked, self._tenant_blocked())
             if request is None or request.num_pending:
                 return  # preempted with a token in flight: its tokens are known after the next read
             for shard in self.shards:
@@ -171,13 +170,13 @@ class Scheduler:
         return any(shard.make_way(request) for shard in shards)
 
     def _tenant_blocked(self) -> Callable[[str], bool]:
-        """Says of a tenant whether its own limit, or rows reserved for others, keep its requests from starting."""
+        """Says of a tenant whether its own limit, or rows reserved for others, keep its requests from starting now."""
         if not self._tenants:
             return lambda name: False
         most = self.limits.max_num_seqs * len(self.shards)
+        running = Counter(request.tenant for shard in self.shards for request in shard.running)
 
         def blocked(name: str) -> bool:
-            running = Counter(request.tenant for shard in self.shards for request in shard.running)
             limits = self._tenants.get(name)
             if limits and limits.max_num_seqs and running[name] >= limits.max_num_seqs:
                 return True
@@ -188,21 +187,28 @@ class Scheduler:
 
     def _place(self, request: Request) -> bool:
         """Admits the request on the first of the preferred shards that takes it."""
-        name = request.request_id
-        hashes = self._hashes.pop(name, None) or UnitHashes(request.cache_salt, self.shards[0].cache.spec.unit_tokens)
+        hashes = self._hashes_of(request)
         shards = self.shards
         if len(shards) > 1:
             order = preferred([shard.candidate(request, hashes) for shard in shards if shard.has_room])
             shards = [shards[index] for index in order]
         if not any(shard.admit(request, hashes) for shard in shards):
-            self._hashes[name] = hashes
             return False
+        del self._hashes[request.request_id]
         self.waiting.start(request)
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed
             self.counters.num_prompt_tokens += request.num_prompt_tokens
             self.counters.num_cached_tokens += request.num_cached
         return True
+
+    def _hashes_of(self, request: Request) -> UnitHashes:
+        """Of a waiting request, kept until it starts or ends."""
+        found = self._hashes.get(request.request_id)
+        if found is None:
+            found = UnitHashes(request.cache_salt, self.shards[0].cache.spec.unit_tokens)
+            self._hashes[request.request_id] = found
+        return found
 
     def _is_early(self, request: Request) -> bool:
         """Whether it will need less computing soon: others may pass."""
@@ -227,10 +233,9 @@ class Scheduler:
         if not self.shards[0].cache.has_tiers or not request.reads_prefix_cache:
             return
         caches = [shard.cache for shard in self.shards]
-        hashes = self._hashes.get(request.request_id) or UnitHashes(request.cache_salt, caches[0].spec.unit_tokens)
+        hashes = self._hashes_of(request)
         known = max(cache.match(request.token_ids, request.cache_salt, hashes).num_tokens for cache in caches)
         request.awaited = caches[0].want(request.token_ids, hashes, known)
-        self._hashes[request.request_id] = hashes
 
     @staticmethod
     def _awaits_sibling(request: Request) -> bool:

@@ -86,11 +86,15 @@ class Shard:
         if self._path_budget[path] <= 0:
             return True
         for limited in list(Path)[1 : path + 1]:
-            members = [request for request in self.running if request.path >= limited]
+            members = self._members(limited)
             most = policy.row_limit(self.config, limited, self._limits.max_num_seqs)
             if members and (len(members) >= most or self._is_over_share(limited, members)):
                 return True
         return False
+
+    def _members(self, path: Path) -> list[Request]:
+        """Running requests that a path's limits count: its own and colder ones, in order."""
+        return [request for request in self.running if request.path >= path]
 
     def _is_over_share(self, path: Path, members: Sequence[Request]) -> bool:
         share = self.config.paths[path].share
@@ -116,9 +120,10 @@ class Shard:
         """A token for each row that has one to compute, in order: pages that are missing come from later ones."""
         ratio, decoding = self.config.length_groups, []
         for request in self.running:
-            if request.num_tokens < request.max_total_tokens:  # or the token in flight is its last
-                left = request.num_tokens - request.num_computed
-                (self._prompts if left > 1 else decoding).append(request) if left else None
+            left = request.num_tokens - request.num_computed
+            if left == 0 or request.num_tokens >= request.max_total_tokens:
+                continue  # nothing to compute, or the token in flight is its last
+            (self._prompts if left > 1 else decoding).append(request)
         if ratio and decoding:
             groups = [policy.length_group(ratio, request.num_tokens) for request in decoding]
             chosen = policy.group_in_turn(groups, self._turn)
@@ -250,18 +255,23 @@ class Shard:
         if self._budget <= 0 or self._is_short or whole:
             return False  # rows and pages are not what it lacks
         over = self._paths_over_share()
-        candidates = [r for r in self.running if policy.gives_way(self.config, r, request, r.path in over)]
+        chosen = self._reclaimed([r for r in self.running if policy.gives_way(self.config, r, request, r.path in over)])
+        if chosen is not None:
+            self._preempt(chosen)
+        return chosen is not None
+
+    def _reclaimed(self, candidates: Sequence[Request]) -> Request | None:
+        """Which of those that have to give way does, and notes it; None if there are none."""
         if not candidates:
-            return False
+            return None
         chosen = self._victim(candidates)
         chosen.num_reclaims += 1
-        self._preempt(chosen)
-        return True
+        return chosen
 
     def _paths_over_share(self) -> set[Path]:
         found = set()
         for path in list(Path)[1:]:
-            members = [request for request in self.running if request.path >= path]
+            members = self._members(path)
             most = policy.row_limit(self.config, path, self._limits.max_num_seqs)
             if len(members) > most or (members and self._is_over_share(path, members)):
                 found |= {request.path for request in members}
@@ -270,12 +280,8 @@ class Shard:
     def _over_share(self, request: Request) -> Request | None:
         """A request of a colder path whose pages beyond the path's share this running one takes back."""
         over = self._paths_over_share() if request.path is not Path.COLD else set()
-        candidates = [r for r in self.running if r.path in over and policy.gives_way(self.config, r, request, True)]
-        if not candidates:
-            return None
-        chosen = self._victim(candidates)
-        chosen.num_reclaims += 1
-        return chosen
+        give_way = [r for r in self.running if r.path in over and policy.gives_way(self.config, r, request, True)]
+        return self._reclaimed(give_way)
 
     def _who_gives(self, request: Request) -> Request | None:
         """Who is preempted so that a running request can grow; None if it waits.
@@ -294,7 +300,7 @@ class Shard:
     def _may_grow(self, request: Request) -> bool:
         """Within its path's pages, or the first of its path: so each path goes on."""
         for path in list(Path)[1 : request.path + 1]:
-            members = [r for r in self.running if r.path >= path]
+            members = self._members(path)
             if members[0] is not request and self._is_over_share(path, members):
                 return False
         return True
