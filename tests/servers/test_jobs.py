@@ -145,7 +145,6 @@ def test_a_call_becomes_a_job_even_if_there_is_always_more_to_write():
         assert await _abort(h, job_id)
         result = await _result(h, job_id)
         seen = [token for m in messages for token in m.outputs[0].token_ids]
-        assert len(seen) < len(result.response.outputs[0].token_ids)
         assert list(result.response.outputs[0].token_ids)[: len(seen)] == seen
 
     run(test, FakeEngine(max_model_len=1 << 30), max_job_bytes=1 << 40)
