@@ -134,7 +134,7 @@ def _row(cache: CacheManager, number: int, context: int) -> RowPlan:
         start=context,
         num_new=1,
         samples=True,
-        first_of_stay=False,
+        first_of_stay=True,
     )
 
 

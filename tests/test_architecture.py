@@ -26,8 +26,16 @@ MAY_IMPORT = {
     "servers": ("configs", "dsjax", "pallas_kernels"),
     "training": ("configs", "dsjax", "pallas_kernels"),
     # the load generator speaks to a running server and takes the engine's flags; it needs nothing else of the server
-    # and measures a cache's quality on the text that training holds out
-    "benchmarks": ("configs", "dsjax", "pallas_kernels", "servers.proto", "servers.flags", "training"),
+    # and measures a cache's quality on the text that training holds out; it times how the engine's thread hands over
+    "benchmarks": (
+        "configs",
+        "dsjax",
+        "pallas_kernels",
+        "servers.proto",
+        "servers.flags",
+        "servers.engine_thread",
+        "training",
+    ),
     "tests": ("configs", "dsjax", "pallas_kernels", "servers", "benchmarks", "training"),
 }
 INSTALLED = ("dsjax", "pallas_kernels", "servers", "configs")

@@ -32,7 +32,7 @@ class RequestCache:
     num_cached: int
     num_shared: int  # entries below num_shared // ratio are in place: the runner drops writes to them
     num_computed: int  # tokens that dispatched steps (or the prefix cache) cover
-    tables: dict[EntryKind, np.ndarray]  # int32 [table_width] page ids; num_pages (out of range) where there is none
+    slot_tables: dict[EntryKind, np.ndarray]  # of all slots: int32 [num_slots, table_width], see `tables`
     pages: dict[EntryKind, list[int]]  # compressed pages by index
     window: dict[int, int]  # logical page (position // entries_per_page) -> page id, ascending
     hashes: UnitHashes
@@ -44,6 +44,11 @@ class RequestCache:
     boundary: int = NO_BOUNDARY  # where the next snapshot is due
     num_kept: int = 0  # tokens that would be a hit if it were released now, unless they are evicted
     is_spare: bool = False  # that snapshot is one of several on the way through a long prompt
+
+    @property
+    def tables(self) -> dict[EntryKind, np.ndarray]:
+        """int32 [table_width] page ids; num_pages (out of range) where there is none."""
+        return {kind: table[self.slot] for kind, table in self.slot_tables.items()}
 
     def num_to_come(self, spec: KindSpec) -> int:
         """Pages of a compressed kind that its promised tokens need and it has not got."""

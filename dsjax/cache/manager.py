@@ -42,6 +42,8 @@ class CacheManager:
         self.prefix = PrefixIndex(spec, self.pools, tenant_tokens)
         self._window = spec.kinds[EntryKind.WINDOW]
         self._requests: dict[str, RequestCache] = {}
+        kinds = [spec.kinds[kind] for kind in spec.pool_kinds]
+        self._tables = {k.kind: np.full((spec.num_slots, k.table_width), k.num_pages, np.int32) for k in kinds}
         self._free_slots = deque(range(spec.num_slots))
         self._planned = Planned()
         self._mover: Mover | None = None
@@ -146,7 +148,7 @@ class CacheManager:
             num_cached=match.num_tokens,
             num_shared=match.num_shared,
             num_computed=match.num_tokens,
-            tables=self._empty_tables(),
+            slot_tables=self._tables,
             pages={kind: list(match.pages.get(kind, ())) for kind in self.spec.compressed_kinds},
             window=dict(match.snapshot.pages[EntryKind.WINDOW]) if match.snapshot else {},
             hashes=hashes,
@@ -172,10 +174,12 @@ class CacheManager:
             (page,) = self._allocate(kind, 1)
             self._put(request, kind, index, page)
             self._planned.add(kind, sources[kind], page)
-        for kind, pages in request.pages.items():
-            request.tables[kind][: len(pages)] = pages
+        for kind, table in request.tables.items():
+            table.fill(self.spec.kinds[kind].num_pages)
+            if kind in request.pages:
+                table[: len(request.pages[kind])] = request.pages[kind]
         for logical, page in request.window.items():
-            request.tables[EntryKind.WINDOW][logical % self._window.table_width] = page
+            self._tables[EntryKind.WINDOW][request.slot, logical % self._window.table_width] = page
         if match.snapshot:
             self._planned.add(EntryKind.STATE, self._planned.source(EntryKind.STATE, match.snapshot.slot), request.slot)
         else:
@@ -187,10 +191,6 @@ class CacheManager:
         held = (*self._requests.values(), new) if self._requests else ()
         kinds = ((self.spec.kinds[kind], self.pools[kind].num_available) for kind in self.spec.compressed_kinds)
         return all(sum(request.num_to_come(spec) for request in held) <= num for spec, num in kinds)
-
-    def _empty_tables(self) -> dict[EntryKind, np.ndarray]:
-        kinds = (self.spec.kinds[kind] for kind in self.pools)
-        return {spec.kind: np.full(spec.table_width, spec.num_pages, np.int32) for spec in kinds}
 
     def _take_partial(self, request: RequestCache) -> dict[EntryKind, tuple[int, int]]:
         """Removes the shared pages that the request will write to; returns {pool: (page index, page id)} to copy."""
@@ -259,16 +259,16 @@ class CacheManager:
     def _put(self, request: RequestCache, kind: EntryKind, index: int, page: int) -> None:
         if kind is EntryKind.WINDOW:
             request.window[index] = page
-            request.tables[kind][index % self._window.table_width] = page
+            self._tables[kind][request.slot, index % self._window.table_width] = page
         else:
             request.pages[kind].append(page)
-            request.tables[kind][index] = page
+            self._tables[kind][request.slot, index] = page
 
     def _free_behind_window(self, request: RequestCache) -> None:
         first = max(0, request.num_computed - (self._window.window or 0) + 1) // self._window.entries_per_page
         while request.window and (logical := next(iter(request.window))) < first:
             self.pools[EntryKind.WINDOW].release(request.window.pop(logical))
-            request.tables[EntryKind.WINDOW][logical % self._window.table_width] = self._window.num_pages
+            self._tables[EntryKind.WINDOW][request.slot, logical % self._window.table_width] = self._window.num_pages
 
     # --- leaving something for later requests --------------------------------------------------------
 

@@ -14,13 +14,18 @@ from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.model.batch import ForwardBatch
 from dsjax.runner import sampling
 from dsjax.runner.buckets import Bucket
-from dsjax.runner.sampling import SamplingBatch
+from dsjax.runner.sampling import SamplingBatch, SlotParams
 from dsjax.scheduler.plan import RowPlan
 from pallas_kernels.blocks import QueryBlocks
 from pallas_kernels.cache_write import NOWHERE
 from pallas_kernels.compress import Pieces
 
 PENDING = -1  # in token_ids: the id is the slot's last sampled token, still on the device
+
+
+class HostBatch(NamedTuple):
+    ints: np.ndarray
+    floats: np.ndarray
 
 
 class Layout:
@@ -61,6 +66,24 @@ class Layout:
         self.floats = {name: (r,) for name in sampling.FLOATS}
         self.num_ints = sum(math.prod(shape) for shape in self.ints.values())
         self.num_floats = sum(math.prod(shape) for shape in self.floats.values())
+        self.padding = self._padding()
+
+    def _padding(self) -> HostBatch:
+        """A step without rows: padding is out of range, wherever something would be written to or read from."""
+        ints, floats = np.zeros(self.num_ints, np.int32), np.zeros(self.num_floats, np.float32)
+        a, f, bucket = self.views(ints, self.ints), self.views(floats, self.floats), self.bucket
+        a["window_slot"].fill(NOWHERE)
+        a["row_slot"].fill(NOWHERE)
+        a["block_token"].fill(bucket.num_tokens)
+        for kind in self.spec.compressed_kinds:
+            a[f"{kind.value}.row"].fill(bucket.num_rows)
+            a[f"{kind.value}.entry_slot"].fill(NOWHERE)
+            a[f"{kind.value}.last_token"].fill(bucket.num_tokens)
+            if not bucket.is_decode:
+                a[f"{kind.value}.of_token"].fill(a[f"{kind.value}.row"].size)
+        f["top_p"].fill(1)
+        f["repetition_penalty"].fill(1)
+        return HostBatch(ints, floats)
 
     def flags(self, ints: np.ndarray) -> np.ndarray:
         """The flags of packed vectors [..., num_ints], writable."""
@@ -71,85 +94,125 @@ class Layout:
         out, offset = {}, 0
         for name, shape in shapes.items():
             size = math.prod(shape)
-            out[name] = vector[offset : offset + size].reshape(shape)
+            part = vector[offset : offset + size]
+            out[name] = part if len(shape) == 1 else part.reshape(shape)
             offset += size
         return out
 
 
-class HostBatch(NamedTuple):
-    ints: np.ndarray
-    floats: np.ndarray
+def pack(layout: Layout, rows: Sequence[RowPlan], slots: SlotParams) -> HostBatch:
+    """The numpy side: each array at once, for all rows of a data shard or micro-batch together; perhaps for none.
 
-
-def pack(layout: Layout, rows: Sequence[RowPlan]) -> HostBatch:
-    """The numpy side: one pass over the rows, perhaps none."""
-    bucket, spec = layout.bucket, layout.spec
-    ints, floats = np.zeros(layout.num_ints, np.int32), np.zeros(layout.num_floats, np.float32)
+    `slots` is the shard's: what a request's parameters mean for a step is worked out in the first of its stay.
+    """
+    ints, floats = (array.copy() for array in layout.padding)
+    if not rows:
+        return HostBatch(ints, floats)
     a, f = layout.views(ints, layout.ints), layout.views(floats, layout.floats)
-    a["window_slot"].fill(NOWHERE)
-    a["row_slot"].fill(NOWHERE)
-    a["block_token"].fill(bucket.num_tokens)
+    spec, block, num_rows = layout.spec, layout.bucket.block, len(rows)
+    _, caches, starts, nums, samples, first_of_stay = zip(*rows, strict=True)
+    start, num_new, slot = (np.array(values, np.int32) for values in (starts, nums, [c.slot for c in caches]))
+    tokens = _Runs(num_new)
+    position = tokens.counted + start[tokens.row]
+    last = tokens.first + num_new - 1
+    a["num_tokens"][...] = tokens.total
+    a["token_row"][: tokens.total] = tokens.row
+    a["positions"][: tokens.total] = position
+    a["row_slot"][:num_rows] = slot
+    a["row_position"][:num_rows] = start
+    a["row_last"][:num_rows] = last
+    ids = a["token_ids"][: tokens.total]
+    ids[:] = _token_ids(rows)
+    following = a["next_token"][: tokens.total]
+    np.maximum(ids[1:], 0, out=following[:-1])
+    following[last] = 0 if all(samples) else [_following(row) for row in rows]
+
+    tables = {kind: caches[0].slot_tables[kind][slot] for kind in spec.pool_kinds}
+    for kind, table in tables.items():
+        a[f"{kind.value}.table"][:num_rows] = table
+    window, table = spec.kinds[EntryKind.WINDOW], tables[EntryKind.WINDOW]
+    page = table[tokens.row, position // window.entries_per_page % window.table_width]
+    a["window_slot"][: tokens.total] = page * window.entries_per_page + position % window.entries_per_page
+
+    blocks = _Runs(-(-num_new // block))
+    begin = blocks.counted * block  # of the row's new tokens
+    length = np.minimum(num_new[blocks.row] - begin, block)
+    within = np.arange(block, dtype=np.int32)
+    token = (tokens.first[blocks.row] + begin)[:, None] + within
+    a["block_row"][: blocks.total] = blocks.row
+    a["block_position"][: blocks.total] = start[blocks.row] + begin
+    a["block_length"][: blocks.total] = length
+    a["block_token"][: blocks.total] = np.where(within < length[:, None], token, layout.bucket.num_tokens)
+    a["token_block"][: tokens.total] = (blocks.first * block)[tokens.row] + tokens.counted
+
+    if any(first_of_stay):
+        for row in rows:
+            if row.first_of_stay:
+                slots.set(row)
     for kind in spec.compressed_kinds:
-        a[f"{kind.value}.row"].fill(bucket.num_rows)
-        a[f"{kind.value}.entry_slot"].fill(NOWHERE)
-        a[f"{kind.value}.last_token"].fill(bucket.num_tokens)
-        if not bucket.is_decode:
-            a[f"{kind.value}.of_token"].fill(a[f"{kind.value}.row"].shape[0])
-    window = spec.kinds[EntryKind.WINDOW]
-    token = block = 0
-    num_pieces = dict.fromkeys(spec.compressed_kinds, 0)
-    for r, row in enumerate(rows):
-        n, span = row.num_new, slice(token, token + row.num_new)
-        position = np.arange(row.start, row.end, dtype=np.int32)
-        known = row.request.token_ids[row.start : row.end]
-        a["token_ids"][span] = known if len(known) == n else [*known, PENDING]
-        a["token_row"][span] = r
-        a["positions"][span] = position
-        a["row_slot"][r], a["row_position"][r], a["row_last"][r] = row.cache.slot, row.start, token + n - 1
-        for kind in spec.pool_kinds:
-            a[f"{kind.value}.table"][r] = row.cache.tables[kind]
-        epp = window.entries_per_page
-        page = row.cache.tables[EntryKind.WINDOW][(position // epp) % window.table_width]
-        a["window_slot"][span] = page * epp + position % epp
-        blocks = -(-n // bucket.block)
-        of_row = slice(block, block + blocks)
-        first = np.arange(blocks, dtype=np.int32) * bucket.block
-        a["block_row"][of_row] = r
-        a["block_position"][of_row] = row.start + first
-        a["block_length"][of_row] = np.minimum(n - first, bucket.block)
-        grid = first[:, None] + np.arange(bucket.block, dtype=np.int32)
-        a["block_token"][of_row] = np.where(grid < n, token + grid, bucket.num_tokens)
-        a["token_block"][span] = block * bucket.block + np.arange(n)
-        for kind in spec.compressed_kinds:
-            num_pieces[kind] += _pack_pieces(a, kind, layout, row, r, token, num_pieces[kind])
-        token, block = token + n, block + blocks
-    a["num_tokens"][...] = token
-    SamplingBatch.pack(a, f, rows)
+        _pack_pieces(a, layout, kind, start, start + num_new, slots.num_shared[slot], tokens)
+    slots.pack(a, f, slot, np.array(samples))
     return HostBatch(ints, floats)
 
 
-def _pack_pieces(a: dict, kind: EntryKind, layout: Layout, row, r: int, token: int, piece: int) -> int:
-    """Fills the pieces of one row and kind; returns how many there are."""
-    spec = layout.spec.kinds[kind]
-    first, last = row.start // spec.ratio, (row.end - 1) // spec.ratio
-    window = np.arange(first, last + 1, dtype=np.int32)
-    span = slice(piece, piece + window.size)
-    complete = (window + 1) * spec.ratio <= row.end
+def _token_ids(rows: Sequence[RowPlan]) -> list[int]:
+    """Of the rows' new tokens."""
+    found: list[int] = []
+    for request, _, start, num_new, *_ in rows:
+        known = request.token_ids[start : start + num_new]
+        found += known
+        if len(known) < num_new:
+            found.append(PENDING)
+    return found
+
+
+def _following(row: RowPlan) -> int:
+    """The id after the row's last one; 0 where the step draws it."""
+    return 0 if row.samples else row.request.token_ids[row.end]
+
+
+class _Runs:
+    """Of things that each row has some of, one row's after another's: [2, 3] is rows 0 0 1 1 1, counted 0 1 0 1 2."""
+
+    def __init__(self, num: np.ndarray):
+        past = np.cumsum(num, dtype=np.int32)
+        self.total = int(past[-1])
+        self.first = past - num  # [rows]
+        self.row = np.repeat(np.arange(num.size, dtype=np.int32), num)
+        self.counted = np.arange(self.total, dtype=np.int32) - self.first[self.row]
+
+
+def _pack_pieces(
+    a: dict[str, np.ndarray],
+    layout: Layout,
+    kind: EntryKind,
+    start: np.ndarray,
+    end: np.ndarray,
+    num_shared: np.ndarray,
+    tokens: _Runs,
+) -> None:
+    """The parts of compression windows of one kind that the new tokens [start, end) of the rows lie in."""
+    spec, name = layout.spec.kinds[kind], kind.value
+    first = start // spec.ratio
+    pieces = _Runs((end - 1) // spec.ratio - first + 1)
+    row, span = pieces.row, slice(pieces.total)
+    window = first[row] + pieces.counted
+    window_end = (window + 1) * spec.ratio
+    complete = window_end <= end[row]
     # entries below num_shared are in shared pages already: recomputing must not store them twice
-    store = complete & (window >= row.cache.num_shared // spec.ratio)
-    pages = row.cache.tables[kind][np.minimum(window // spec.entries_per_page, spec.table_width - 1)]
-    slot = pages * spec.entries_per_page + window % spec.entries_per_page
-    name = kind.value
-    a[f"{name}.row"][span] = r
+    store = complete & (window >= (num_shared // spec.ratio)[row])
+    page = a[f"{name}.table"][row, np.minimum(window // spec.entries_per_page, spec.table_width - 1)]
+    slot = page * spec.entries_per_page + window % spec.entries_per_page
+    a[f"{name}.row"][span] = row
     a[f"{name}.window"][span] = window
-    a[f"{name}.first"][piece] = 1
+    a[f"{name}.first"][pieces.first] = 1
     a[f"{name}.complete"][span] = complete
     a[f"{name}.entry_slot"][span] = np.where(store, slot, NOWHERE)
-    a[f"{name}.last_token"][span] = token + np.minimum((window + 1) * spec.ratio, row.end) - row.start - 1
-    a[f"{name}.last_of_row"][r] = piece + window.size - 1
+    a[f"{name}.last_token"][span] = (tokens.first - start - 1)[row] + np.minimum(window_end, end[row])
+    a[f"{name}.last_of_row"][: start.size] = pieces.first + (end - 1) // spec.ratio - first
     if not layout.bucket.is_decode:
-        a[f"{name}.of_token"][token : token + row.num_new] = piece + np.arange(row.start, row.end) // spec.ratio - first
-    return window.size
+        position = tokens.counted + start[tokens.row]
+        a[f"{name}.of_token"][: tokens.total] = (pieces.first - first)[tokens.row] + position // spec.ratio
 
 
 def unpack(

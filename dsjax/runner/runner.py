@@ -28,7 +28,7 @@ from dsjax.runner.batch import Layout, pack
 from dsjax.runner.buckets import Bucket, Buckets
 from dsjax.runner.compiles import COMPILES
 from dsjax.runner.output import DeviceOutput, Sent, StepOutput, collect
-from dsjax.runner.sampling import SlotTables
+from dsjax.runner.sampling import SlotParams, SlotTables
 from dsjax.runner.transfers import DOWNLOAD, Arriving, Transfers, parse
 from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
 from pallas_kernels.cache_write import NOWHERE
@@ -89,6 +89,7 @@ class Runner:
             self.slots = SlotTables.create(*tables)
         self.transfers = Transfers(spec, mesh, host_cache_dtype) if host_cache_dtype else None
         self._arriving = Arriving()
+        self._slot_params = [SlotParams(spec.num_slots) for _ in range(self.num_shards)]
         self._layouts = {bucket: Layout(bucket, spec) for bucket in self.buckets}
         self._programs: dict[Program, jax.stages.Compiled] = {}
         self._warm = False
@@ -178,7 +179,8 @@ class Runner:
         num_new = tuple(tuple(tuple(row.num_new for row in rows) for rows in shard) for shard in batches)
         bucket = self.buckets.choose([rows for shard in num_new for rows in shard])
         layout = self._layouts[bucket]
-        host = [[pack(layout, rows) for rows in shard] for shard in batches]
+        by_shard = zip(batches, self._slot_params, strict=True)
+        host = [[pack(layout, rows, params) for rows in shard] for shard, params in by_shard]
         ints = np.stack([[batch.ints for batch in shard] for shard in host])
         floats = np.stack([[batch.floats for batch in shard] for shard in host])
         flags = layout.flags(ints)
@@ -189,11 +191,13 @@ class Runner:
 
     def _microbatches(self, part: ShardPlan) -> list[list[RowPlan]]:
         """A shard's rows in `num_microbatches` runs of about as many tokens, some perhaps empty."""
+        if self.num_microbatches == 1:
+            return [part.rows]
         batches: list[list[RowPlan]] = [[] for _ in range(self.num_microbatches)]
-        before = 0
+        before, num_tokens = 0, part.num_tokens
         for row in part.rows:
             middle = before + row.num_new / 2
-            batches[int(middle * self.num_microbatches / part.num_tokens)].append(row)
+            batches[int(middle * self.num_microbatches / num_tokens)].append(row)
             before += row.num_new
         return batches
 
@@ -270,11 +274,12 @@ class Runner:
     def _prepare_slot(self, shard: int, row: RowPlan) -> None:
         """Uploads a request's token counts and logit bias when it takes a slot, or when its min_tokens are reached."""
         request, params = row.request, row.request.params
-        penalties, bias = sampling.has_penalties(params), sampling.has_bias(params)
+        if not row.first_of_stay and not params.min_tokens:
+            return
         # Output tokens before the one drawn next: a stay begins with all that are known, in one chunk or several.
         drawn = request.num_output_tokens if row.first_of_stay else row.end - request.num_prompt_tokens
         released = row.samples and params.min_tokens > 0 and drawn == params.min_tokens
-        if not ((row.first_of_stay and (penalties or bias)) or released):
+        if not ((row.first_of_stay and (sampling.has_penalties(params) or sampling.has_bias(params))) or released):
             return
         vocab = self.config.vocab_size
         if row.first_of_stay:

@@ -6,7 +6,7 @@ The vocabulary is never sorted: thresholds are found by bisection over the bits 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ _PROMPT_ROWS = 16  # prompt positions whose logits exist at a time
 
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "use_bias")
 FLAGS = ("random", "filter", "penalties", "bias", "logprobs", "prompt_logprobs")
+_UINT64 = (1 << 64) - 1
 
 
 class SlotTables(NamedTuple):
@@ -70,42 +71,6 @@ class SamplingBatch(NamedTuple):
     token_is_last: jax.Array  # [T] bool: the last token of its row
     flags: dict[str, jax.Array]  # bool scalars
 
-    @staticmethod
-    def pack(a: dict[str, np.ndarray], f: dict[str, np.ndarray], rows: Sequence[RowPlan]) -> None:
-        """Fills the host arrays from the rows of a plan."""
-        f["top_p"].fill(1)
-        f["repetition_penalty"].fill(1)
-        need = dict.fromkeys(FLAGS, False)
-        token = 0
-        for r, row in enumerate(rows):
-            request, p = row.request, row.request.params
-            if p.prompt_logprobs is not None and row.start < request.num_prompt_tokens:
-                need["prompt_logprobs"] = True
-            following = request.token_ids[row.start + 1 : row.end + 1]
-            a["next_token"][token : token + len(following)] = following
-            token += row.num_new
-            if not row.samples:
-                continue
-            a["samples"][r] = 1
-            need["logprobs"] |= p.logprobs is not None
-            if has_bias(p):
-                need["bias"] = True
-                f["use_bias"][r] = 1
-            if has_penalties(p):
-                need["penalties"] = True
-                for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-                    f[name][r] = getattr(p, name)
-            if p.temperature > 0:
-                need["random"] = True
-                need["filter"] |= p.top_k > 0 or p.top_p < 1 or p.min_p > 0
-                for name in ("temperature", "top_p", "min_p"):
-                    f[name][r] = getattr(p, name)
-                a["top_k"][r] = max(p.top_k, 0)
-                a["seed"][r] = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF], np.uint32).view(
-                    np.int32
-                )
-        a["flags"][:] = [need[name] for name in FLAGS]
-
     @classmethod
     def unpack(cls, a: dict[str, jax.Array], f: dict[str, jax.Array]) -> SamplingBatch:
         return cls(
@@ -120,6 +85,41 @@ class SamplingBatch(NamedTuple):
             flags={name: a["flags"][i] != 0 for i, name in enumerate(FLAGS)},
             **{name: f[name] for name in FLOATS},
         )
+
+
+class SlotParams:
+    """What requests' parameters say to a step, by row slot, for as long as a request holds it: a step gathers it."""
+
+    def __init__(self, num_slots: int):
+        self.floats = np.zeros((num_slots, len(FLOATS)), np.float32)
+        self.features = np.zeros((num_slots, len(FLAGS)), bool)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.seed = np.zeros((num_slots, 2), np.int32)
+        self.num_shared = np.zeros(num_slots, np.int32)  # tokens whose entries are stored already
+        self.num_prompt = np.zeros(num_slots, np.int32)
+
+    def set(self, row: RowPlan) -> None:
+        """Takes down a request in the first step of its stay."""
+        p, slot, random = row.request.params, row.cache.slot, row.request.params.temperature > 0
+        filters = (p.temperature, p.top_p, p.min_p) if random else (0.0, 1.0, 0.0)
+        self.floats[slot] = *filters, p.presence_penalty, p.frequency_penalty, p.repetition_penalty, has_bias(p)
+        excludes = random and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+        asks = p.logprobs is not None, p.prompt_logprobs is not None
+        self.features[slot] = random, excludes, has_penalties(p), has_bias(p), *asks
+        self.top_k[slot] = max(p.top_k, 0) if random else 0
+        self.seed[slot] = np.array([row.request.seed & _UINT64 if random else 0], "<u8").view("<i4")  # low half first
+        self.num_shared[slot], self.num_prompt[slot] = row.cache.num_shared, row.request.num_prompt_tokens
+
+    def pack(self, a: dict[str, np.ndarray], f: dict[str, np.ndarray], slot: np.ndarray, samples: np.ndarray) -> None:
+        """Fills a step's arrays, which hold padding, for rows in these slots; `samples` says which draw a token."""
+        at, drawing = np.flatnonzero(samples), slot[samples]
+        a["samples"][: slot.size] = samples
+        for name, values in zip(FLOATS, self.floats[drawing].T, strict=True):
+            f[name][at] = values
+        a["top_k"][at] = self.top_k[drawing]
+        a["seed"][at] = self.seed[drawing]
+        a["flags"][:-1] = self.features[drawing, :-1].any(axis=0)
+        a["flags"][-1] = (self.features[slot, -1] & (a["row_position"][: slot.size] < self.num_prompt[slot])).any()
 
 
 def has_penalties(params: SamplingParams) -> bool:

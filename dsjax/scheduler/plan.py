@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dsjax.cache.manager import RequestCache
 from dsjax.cache.moves import Download, Upload
@@ -10,8 +11,7 @@ from dsjax.cache.spec import Copy
 from dsjax.request import Request
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowPlan:
+class RowPlan(NamedTuple):
     """One request's share of a step: its tokens [start, start + num_new)."""
 
     request: Request

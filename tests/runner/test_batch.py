@@ -9,12 +9,14 @@ from dsjax.cache.spec import EntryKind
 from dsjax.request import Request, SamplingParams
 from dsjax.runner.batch import PENDING, Layout, pack
 from dsjax.runner.buckets import Bucket
+from dsjax.runner.sampling import SlotParams
 from dsjax.scheduler.plan import RowPlan
 from pallas_kernels.cache_write import NOWHERE
 from tests.cache.specs import cache_spec
 
 # window 8 in pages of 8; CSA: 4 tokens an entry, 8 entries a page; HCA: 8 tokens an entry, 2 entries a page
 SPEC = cache_spec(num_seqs=4, budget=32, max_model_len=64)
+TABLES = {kind: np.zeros((4, SPEC.kinds[kind].table_width), np.int32) for kind in SPEC.pool_kinds}  # of all slots
 NO_PAGE = {kind: SPEC.kinds[kind].num_pages for kind in SPEC.pool_kinds}
 
 
@@ -28,18 +30,18 @@ def row(name, slot, tokens, start, end, tables, *, num_pending=0, num_shared=0, 
         num_pending=num_pending,
         seed=(7 << 32) + 5,
     )
-    full = {}
     for kind in SPEC.pool_kinds:
-        full[kind] = np.full(SPEC.kinds[kind].table_width, NO_PAGE[kind], np.int32)
+        table = TABLES[kind][slot]
+        table.fill(NO_PAGE[kind])
         for index, page in tables[kind].items():
-            full[kind][index % SPEC.kinds[kind].table_width] = page
+            table[index % SPEC.kinds[kind].table_width] = page
     cache = RequestCache(
         request_id=name,
         slot=slot,
         num_cached=0,
         num_shared=num_shared,
         num_computed=start,
-        tables=full,
+        slot_tables=TABLES,
         pages={},
         window={},
         hashes=UnitHashes("", SPEC.unit_tokens),
@@ -48,12 +50,12 @@ def row(name, slot, tokens, start, end, tables, *, num_pending=0, num_shared=0, 
         boundary=NO_BOUNDARY,
     )
     samples = end == req.num_tokens
-    return RowPlan(request=req, cache=cache, start=start, num_new=end - start, samples=samples, first_of_stay=False)
+    return RowPlan(request=req, cache=cache, start=start, num_new=end - start, samples=samples, first_of_stay=True)
 
 
 def packed(bucket, *rows):
     layout = Layout(bucket, SPEC)
-    host = pack(layout, rows)
+    host = pack(layout, rows, SlotParams(4))
     return layout.views(host.ints, layout.ints), layout.views(host.floats, layout.floats)
 
 
