@@ -1,29 +1,37 @@
-"""JAX settings of the whole suite, set before anything imports JAX."""
+"""JAX settings of the whole suite and of the programs it starts, set before anything imports JAX."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from importlib.metadata import version
 
 import pytest
 
+
+def _xla_flags(given: str) -> str:
+    """Compiling is most of the suite's time, so LLVM optimises nothing unless a level is given; the HLO is the same."""
+    flags = [given, "--xla_force_host_platform_device_count=8"]  # for the tests of meshes; all others use the first
+    if "xla_backend_optimization_level" not in given:
+        flags.append("--xla_backend_optimization_level=0")
+        if version("jax").startswith("0.10."):  # these emitters, twice as quick, are gone from later ones
+            flags.append("--xla_cpu_use_fusion_emitters=false")
+    return " ".join(flags).strip()
+
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Eight devices for the tests of meshes; all others use the first.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["XLA_FLAGS"] = _xla_flags(os.environ.get("XLA_FLAGS", ""))
 
 
 def pytest_configure(config) -> None:
-    """Compiled programs are kept between tests and runs: compiling is most of the suite's time.
+    """Compiled programs are kept between tests, workers and runs.
 
-    A folder a worker of pytest-xdist, since JAX does not write the cache's files atomically.
+    JAX writes the cache's files not atomically, but takes a lock to read and write where their total has a limit.
     """
-    import jax
-
-    base = os.environ.get("DSJAX_TEST_COMPILE_CACHE") or str(config.cache.mkdir("xla"))
-    folder = Path(base) / os.environ.get("PYTEST_XDIST_WORKER", "main")
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    folder = os.environ.get("DSJAX_TEST_COMPILE_CACHE") or str(config.cache.mkdir("xla"))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(4 << 30)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -101,21 +99,8 @@ def new_runner(parallel: ParallelConfig | None = None) -> Runner:
 def tiny_runner() -> Runner:
     """The one runner, warm."""
     runner = new_runner()
-    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    jax.config.update("jax_compilation_cache_dir", _cache_dir())
-    try:
-        runner.warm_up()
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    runner.warm_up()
     return runner
-
-
-def _cache_dir() -> str:
-    """Where compiled steps are kept from one test run to the next."""
-    named = os.environ.get("DSJAX_TEST_COMPILE_CACHE")
-    folder = Path(named) if named else Path(__file__).parent.parent / ".pytest_cache" / "dsjax-xla"
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder)
 
 
 @functools.cache

@@ -72,7 +72,8 @@ def _tokens(call: Any) -> list[int]:
 def _serving(*flags: str) -> Iterator[Pair]:
     address = f"127.0.0.1:{free_port()}"
     cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    xla_flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"  # the last one counts
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), XLA_FLAGS=xla_flags)
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "servers.main", f"--model={MODEL}", "--port=0", "--prefix_unit_tokens=4",

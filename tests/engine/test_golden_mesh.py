@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import jax
 import pytest
 
 from dsjax.config import ModelConfig, ParallelConfig
@@ -193,17 +192,7 @@ def test_what_ci_runs():
     assert 8 <= len(runs) <= 10
 
 
-@pytest.fixture
-def quick_to_compile():
-    """LLVM's optimisations off: a program is compiled for half the time, and runs for little anyway."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.mark.parametrize(("name", "way"), _params())
-@pytest.mark.usefixtures("quick_to_compile")
 def test_equal_to_one_device(name, way):
     """Prompts whole, several in a step, and token by token. Only the largest shapes, since compiling is what costs:
     rows and tokens that are padding must do nothing, and on several data shards there are always some."""
