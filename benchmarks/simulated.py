@@ -92,7 +92,7 @@ class Roofline:
 class Sent(NamedTuple):
     """A step on its way."""
 
-    tokens: list[int]  # of each row; 0 where it draws none
+    tokens: np.ndarray  # [rows]; 0 where it draws none
     end_s: float
     bucket: Bucket
 
@@ -128,7 +128,7 @@ class SimulatedRunner:
             self.on_step(plan, bucket, seconds)
         self._free_s = max(self._free_s, self.clock.now_s) + seconds
         tokens = [self._token(shard, row) for shard, part in enumerate(plan.shards) for row in part.rows]
-        return Sent(tokens, self._free_s, bucket)
+        return Sent(np.array(tokens, np.int32), self._free_s, bucket)
 
     def _token(self, shard: int, row: Any) -> int:
         if not row.samples:

@@ -103,7 +103,7 @@ class Engine:
         self._bounds = RequestBounds.of(config, model_config, runner.spec, max_model_len, tokenizer is not None)
         self.control = Control(config, self.scheduler)
         self._live: dict[str, list[_Sequence]] = {}  # by the caller's id
-        self._by_request: dict[str, _Sequence] = {}
+        self._by_request: dict[Request, _Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._shed: list[tuple[_Sequence, RequestError]] = []  # given up while waiting; the next step says so
         self._seeds = random.Random(config.seed)
@@ -182,12 +182,12 @@ class Engine:
             )
         for shed in self.control.admit(now_s, [sequence.request for sequence in sequences]):
             self.scheduler.finish(shed, keep=False)
-            self._shed.append((self._by_request[shed.request_id], self.control.shed_error()))
+            self._shed.append((self._by_request[shed], self.control.shed_error()))
         for sequence in sequences:
             self.scheduler.add(sequence.request)
         self._deadlines += request.deadline_s is not None
         self._live[request.request_id] = sequences
-        self._by_request.update((s.request.request_id, s) for s in sequences)
+        self._by_request.update((s.request, s) for s in sequences)
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request without an event; its pages return at once. False if it was not live."""
@@ -237,13 +237,13 @@ class Engine:
         """Ends what was shed, and what has passed its deadline."""
         shed, self._shed, events = self._shed, [], []
         for sequence, error in shed:
-            if self._by_request.get(sequence.request.request_id) is sequence:  # not cancelled meanwhile
+            if sequence.request in self._by_request:  # not cancelled meanwhile
                 self._end(sequence, keep=False)
                 events.append(self._event(sequence, error=error))
         if not self._deadlines:
             return events
         for request in self.scheduler.expired(self.clock()):
-            sequence = self._by_request[request.request_id]
+            sequence = self._by_request[request]
             state = request.status.value
             self._end(sequence, keep=False)
             error = RequestError(
@@ -257,12 +257,13 @@ class Engine:
         output = self.runner.read(step.output)
         now_s = self.clock()
         events, token = [], 0
+        drawn = output.tokens.tolist()
         for r, row in enumerate(step.plan.rows):
-            sequence = self._by_request.get(row.request.request_id)
-            if sequence is not None and sequence.request is row.request:
+            sequence = self._by_request.get(row.request)
+            if sequence is not None:
                 if sequence.prompt_logprobs is not None:
                     _add_prompt_logprobs(sequence, row, output, token)
-                if row.samples and self.scheduler.complete(row, int(output.tokens[r])):
+                if row.samples and self.scheduler.complete(row, drawn[r]):
                     self.control.token(row.request, now_s)
                     events.append(self._advance(sequence, output, r))
             token += row.num_new
@@ -284,7 +285,7 @@ class Engine:
         if detokenizer is not None:
             # a stop token's own text is not part of the answer, unless asked for
             hidden = stopped and not (params.include_stop_str_in_output and matched is not None)
-            match = None if hidden else detokenizer.add([token])
+            match = None if hidden else detokenizer.add((token,))
             if match is not None and reason is None:
                 reason, matched = FinishReason.STOP, match.stop
         if reason is None and len(request.token_ids) >= request.max_total_tokens:
@@ -293,21 +294,21 @@ class Engine:
             if reason is not None:
                 detokenizer.finish()
             text = detokenizer.take_text()
-        logprobs = ()
+        event = self._event(sequence)
+        event.token_ids, event.text, event.finish_reason, event.matched_stop = (token,), text, reason, matched
         if params.logprobs is not None:
-            logprobs = (_token_logprobs(token, output.logprobs, r, params.logprobs),)
+            event.logprobs = (_token_logprobs(token, output.logprobs, r, params.logprobs),)
         if reason is not None:
             self._end(sequence, keep=True)
-        return self._event(
-            sequence, token_ids=(token,), text=text, logprobs=logprobs, finish_reason=reason, matched_stop=matched
-        )
+        return event
 
-    def _event(self, sequence: _Sequence, **fields) -> TokenEvent:
+    def _event(self, sequence: _Sequence, error: RequestError | None = None) -> TokenEvent:
         request = sequence.request
         prompt_logprobs = None
-        if not sequence.started and sequence.prompt_logprobs is not None and "error" not in fields:
-            prompt_logprobs = tuple(sequence.prompt_logprobs)
-        sequence.started = True
+        if not sequence.started:
+            sequence.started = True
+            if sequence.prompt_logprobs is not None and error is None:
+                prompt_logprobs = tuple(sequence.prompt_logprobs)
         return TokenEvent(
             request_id=request.parent_id,
             index=request.index,
@@ -315,7 +316,7 @@ class Engine:
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached,
             num_output_tokens=request.num_output_tokens,
-            **fields,
+            error=error,
         )
 
     def _end(self, sequence: _Sequence, *, keep: bool) -> None:
@@ -323,7 +324,7 @@ class Engine:
         self.scheduler.finish(request, keep=keep)
         if keep:
             self.tiers.remember(request)
-        del self._by_request[request.request_id]
+        del self._by_request[request]
         siblings = self._live[request.parent_id]
         siblings.remove(sequence)
         if not siblings:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from dsjax.cache.prefix import UnitHashes
-from dsjax.cache.spec import EntryKind, KindSpec
+from dsjax.cache.spec import CacheSpec, EntryKind, KindSpec
 from dsjax.cache.tree import Node
 
 NO_BOUNDARY = sys.maxsize
@@ -21,6 +23,17 @@ class Admission:
     slot: int  # row slot
     num_cached: int  # tokens that need no computing
     num_shared: int  # tokens whose compressed entries exist: must not be written again
+
+
+@dataclass(frozen=True)
+class Need:
+    """Pages that an extension allocates."""
+
+    compressed: dict[EntryKind, int]
+    window: range  # logical pages
+
+    def num(self, kind: EntryKind) -> int:
+        return len(self.window) if kind is EntryKind.WINDOW else self.compressed.get(kind, 0)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,6 +52,8 @@ class RequestCache:
     caches_prefix: bool
     num_promised: int  # tokens it had when admitted: others are admitted beside it only if their pages are left
     tenant: str = ""
+    group: int = 0  # whose pages are counted together, see `CacheManager.share_of`
+    steady_until: int = 0  # extensions up to so many tokens change nothing: no page is missing, none behind the window
     node: Node | None = None  # of the last unit registered
     num_units: int = 0  # registered
     boundary: int = NO_BOUNDARY  # where the next snapshot is due
@@ -57,3 +72,47 @@ class RequestCache:
     def num_pages(self, kind: EntryKind) -> int:
         """Pages of a pool that it holds."""
         return len(self.pages.get(kind, self.window))
+
+    def need(self, spec: CacheSpec, num_tokens: int) -> Need:
+        """What it lacks for its first `num_tokens` tokens."""
+        missing = {
+            kind: spec.kinds[kind].num_table_pages(num_tokens) - len(pages) for kind, pages in self.pages.items()
+        }
+        window = spec.kinds[EntryKind.WINDOW]
+        first = window.first_seen(self.num_computed)
+        first = max(first, next(reversed(self.window), first - 1) + 1)
+        rows = window.entries_per_page
+        return Need({kind: num for kind, num in missing.items() if num > 0}, range(first, -(-num_tokens // rows)))
+
+    def find_steady(self, spec: CacheSpec) -> int:
+        """The most tokens up to which it lacks nothing, and sees a row of its first window page."""
+        if not self.window:
+            return 0
+        window = spec.kinds[EntryKind.WINDOW]
+        rows, first, last = window.entries_per_page, next(iter(self.window)), next(reversed(self.window))
+        limits = [(last + 1) * rows, (first + 1) * rows + (window.window or 0) - 1]
+        for kind, pages in self.pages.items():
+            compressed = spec.kinds[kind]
+            limits.append((len(pages) * compressed.entries_per_page + 1) * compressed.ratio - 1)
+        return min(limits)
+
+
+class HeldPages:
+    """How many pages running requests hold, by group; one that two share counts for each."""
+
+    def __init__(self):
+        self._num: Counter[tuple[int, EntryKind]] = Counter()
+
+    def add(self, request: RequestCache, kind: EntryKind, num: int) -> None:
+        self._num[request.group, kind] += num
+
+    def num(self, groups: Iterable[int], kind: EntryKind) -> int:
+        return sum(self._num[group, kind] for group in groups)
+
+    def check(self, requests: Iterable[RequestCache]) -> None:
+        """AssertionError unless the requests are those that were counted. For tests."""
+        held: Counter[tuple[int, EntryKind]] = Counter()
+        for request in requests:
+            for kind in (*request.pages, EntryKind.WINDOW):
+                held[request.group, kind] += request.num_pages(kind)
+        assert +held == +self._num, f"{held} pages are held and {self._num} counted"

@@ -8,12 +8,11 @@ may be freed, handed out again and overwritten by the plan that copies it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from dsjax.cache.held import NO_BOUNDARY, Admission, RequestCache
+from dsjax.cache.held import NO_BOUNDARY, Admission, HeldPages, RequestCache
 from dsjax.cache.mover import Mover
 from dsjax.cache.moves import Moves, Planned
 from dsjax.cache.pool import PagePool
@@ -22,14 +21,6 @@ from dsjax.cache.spec import CacheSpec, Copy, EntryKind
 from dsjax.cache.tiers import Tiers
 
 SHORT_PROMPT_UNITS = 8  # prompts up to this many units leave a snapshot on each
-
-
-@dataclass(frozen=True)
-class _Need:
-    """Pages that an extension allocates."""
-
-    compressed: dict[EntryKind, int] = field(default_factory=dict)
-    window: tuple[int, ...] = ()  # logical pages
 
 
 class CacheManager:
@@ -42,6 +33,7 @@ class CacheManager:
         self.prefix = PrefixIndex(spec, self.pools, tenant_tokens)
         self._window = spec.kinds[EntryKind.WINDOW]
         self._requests: dict[str, RequestCache] = {}
+        self._held = HeldPages()
         kinds = [spec.kinds[kind] for kind in spec.pool_kinds]
         self._tables = {k.kind: np.full((spec.num_slots, k.table_width), k.num_pages, np.int32) for k in kinds}
         self._free_slots = deque(range(spec.num_slots))
@@ -76,10 +68,10 @@ class CacheManager:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
-    def share_of(self, request_ids: Sequence[str]) -> float:
-        """In [0, 1]: the part of the fullest pool that these requests hold; a page they share counts for each."""
-        held = {kind: sum(self._requests[r].num_pages(kind) for r in request_ids) for kind in self.pools}
-        return max(held[kind] / pool.num_pages for kind, pool in self.pools.items())
+    def share_of(self, groups: Iterable[int]) -> float:
+        """In [0, 1]: the part of the fullest pool that requests of these groups hold; a page they share counts for
+        each."""
+        return max(self._held.num(groups, kind) / pool.num_pages for kind, pool in self.pools.items())
 
     def request(self, request_id: str) -> RequestCache:
         """The running request's pages; KeyError if it is not running."""
@@ -126,6 +118,7 @@ class CacheManager:
         num_first_tokens: int,
         hashes: UnitHashes | None = None,
         tenant: str = "",
+        group: int = 0,
     ) -> Admission | None:
         """Gives the request a slot and what the prefix cache has of `tokens` (all it has so far, at least one).
 
@@ -155,13 +148,14 @@ class CacheManager:
             caches_prefix=caches_prefix,
             num_promised=len(tokens),
             tenant=tenant,
+            group=group,
             num_kept=match.num_tokens,
         )
         copies = self._take_partial(request)
         self._retain(request)
-        need = self._need(request, min(len(tokens), match.num_tokens + max(1, num_first_tokens)))
+        need = request.need(self.spec, min(len(tokens), match.num_tokens + max(1, num_first_tokens)))
         # The copied page is the first of those needed, unless the shared entries reach beyond the first chunk.
-        wanted = {kind: max(self._num_needed(need, kind), kind in copies) for kind in self.pools}
+        wanted = {kind: max(need.num(kind), kind in copies) for kind in self.pools}
         if not (all(wanted[k] <= self.pools[k].num_available for k in wanted) and self._has_promised_pages(request)):
             self._release_pages(request)
             return None
@@ -207,8 +201,10 @@ class CacheManager:
         for kind, pages in request.pages.items():
             for page in pages:
                 self.pools[kind].retain(page)
+            self._held.add(request, kind, len(pages))
         for page in request.window.values():
             self.pools[EntryKind.WINDOW].retain(page)
+        self._held.add(request, EntryKind.WINDOW, len(request.window))
 
     def extend(self, request_id: str, num_tokens_total: int) -> bool:
         """Makes room for the entries and window rows of all tokens below `num_tokens_total`.
@@ -217,14 +213,16 @@ class CacheManager:
         Window pages that the next token no longer sees are given back either way.
         """
         request = self._requests[request_id]
+        if num_tokens_total <= request.steady_until:
+            return True
         if num_tokens_total - request.num_computed > self.spec.max_chunk_tokens:
             raise ValueError(
                 f"a chunk of {num_tokens_total - request.num_computed} tokens is more than "
                 f"max_chunk_tokens={self.spec.max_chunk_tokens}"
             )
         self._free_behind_window(request)
-        need = self._need(request, num_tokens_total)
-        if any(self._num_needed(need, kind) > pool.num_available for kind, pool in self.pools.items()):
+        need = request.need(self.spec, num_tokens_total)
+        if any(need.num(kind) > pool.num_available for kind, pool in self.pools.items()):
             return False
         for kind, num in need.compressed.items():
             for page in self._allocate(kind, num):
@@ -232,22 +230,8 @@ class CacheManager:
         if need.window:
             for logical, page in zip(need.window, self._allocate(EntryKind.WINDOW, len(need.window)), strict=True):
                 self._put(request, EntryKind.WINDOW, logical, page)
+        request.steady_until = request.find_steady(self.spec)
         return True
-
-    def _need(self, request: RequestCache, num_tokens: int) -> _Need:
-        compressed = {}
-        for kind, pages in request.pages.items():
-            missing = self.spec.kinds[kind].num_table_pages(num_tokens) - len(pages)
-            if missing > 0:
-                compressed[kind] = missing
-        rows = self._window.entries_per_page
-        first = max(0, request.num_computed - (self._window.window or 0) + 1) // rows
-        wanted = range(max(first, next(reversed(request.window), first - 1) + 1), -(-num_tokens // rows))
-        return _Need(compressed, tuple(wanted))
-
-    @staticmethod
-    def _num_needed(need: _Need, kind: EntryKind) -> int:
-        return len(need.window) if kind is EntryKind.WINDOW else need.compressed.get(kind, 0)
 
     def _allocate(self, kind: EntryKind, num: int) -> list[int]:
         self.prefix.make_free(kind, num)
@@ -263,11 +247,13 @@ class CacheManager:
         else:
             request.pages[kind].append(page)
             self._tables[kind][request.slot, index] = page
+        self._held.add(request, kind, 1)
 
     def _free_behind_window(self, request: RequestCache) -> None:
-        first = max(0, request.num_computed - (self._window.window or 0) + 1) // self._window.entries_per_page
+        first = self._window.first_seen(request.num_computed)
         while request.window and (logical := next(iter(request.window))) < first:
             self.pools[EntryKind.WINDOW].release(request.window.pop(logical))
+            self._held.add(request, EntryKind.WINDOW, -1)
             self._tables[EntryKind.WINDOW][request.slot, logical % self._window.table_width] = self._window.num_pages
 
     # --- leaving something for later requests --------------------------------------------------------
@@ -305,7 +291,8 @@ class CacheManager:
         request.num_computed = num_computed
         if not request.caches_prefix:
             return None
-        self._register(request, tokens, num_computed)
+        if num_computed >= (request.num_units + 1) * self.spec.unit_tokens:
+            self._register(request, tokens, num_computed)
         if num_computed == request.boundary:
             return self._snapshot(request, tokens, request.is_spare)
         return None
@@ -359,8 +346,10 @@ class CacheManager:
         for kind, pages in request.pages.items():
             for page in pages:
                 self.pools[kind].release(page)
+            self._held.add(request, kind, -len(pages))
         for page in request.window.values():
             self.pools[EntryKind.WINDOW].release(page)
+        self._held.add(request, EntryKind.WINDOW, -len(request.window))
 
     def reset_prefix_cache(self) -> None:
         """Forgets everything cached here. Running requests go on, and leave nothing: their entries may be outdated."""
@@ -394,6 +383,7 @@ class CacheManager:
                 for index, page in pages.items():
                     expected[index % spec.table_width] = page
                 assert (request.tables[kind] == expected).all(), f"{request.request_id}: {kind} table is out of date"
+        self._held.check(self._requests.values())
         slots = sorted([*self._free_slots, *(request.slot for request in self._requests.values())])
         assert slots == list(range(self.spec.num_slots)), f"row slots: {slots}"
         assert sum(pool.num_free + pool.num_cached + pool.num_used for pool in self.pools.values()) == self.num_total

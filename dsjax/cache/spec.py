@@ -71,6 +71,10 @@ class KindSpec:
         shapes = self.format.page_shapes(self.local_entries, self.tiled, self.gathered)
         return self.num_layers * sum(math.prod(shape) * _ITEM_BYTES[dtype] for shape, dtype in shapes)
 
+    def first_seen(self, num_tokens: int) -> int:
+        """The first WINDOW page of which the next token after so many sees a row."""
+        return max(0, num_tokens - (self.window or 0) + 1) // self.entries_per_page
+
     def num_entries(self, num_tokens: int) -> int:
         """Entries that the first `num_tokens` tokens complete."""
         return num_tokens // self.ratio

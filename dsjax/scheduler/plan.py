@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from dsjax.cache.manager import RequestCache
@@ -26,7 +27,7 @@ class RowPlan(NamedTuple):
         return self.start + self.num_new
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ShardPlan:
     """What one data shard does in a step: its moves (`cache/moves.py`), then rows in the order they are packed."""
 
@@ -35,7 +36,7 @@ class ShardPlan:
     copies: list[Copy] = field(default_factory=list)
     uploads: list[Upload] = field(default_factory=list)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return sum(row.num_new for row in self.rows)
 
@@ -46,11 +47,11 @@ class StepPlan:
 
     shards: tuple[ShardPlan, ...]
 
-    @property
+    @cached_property
     def rows(self) -> list[RowPlan]:
         """All rows, shard after shard: the order in which `Runner.read` returns results."""
         return [row for shard in self.shards for row in shard.rows]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return sum(shard.num_tokens for shard in self.shards)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from dsjax.cache.manager import CacheManager
@@ -21,8 +22,13 @@ from dsjax.scheduler.plan import RowPlan, ShardPlan
 from dsjax.scheduler.policy import Limits
 from dsjax.scheduler.swap import SwapCosts
 
+PATHS = tuple(Path)
 LAST = (math.inf, 0)  # an order after all requests'
 CALM = 0.95  # of preemption_threshold: below it requests are admitted again
+
+
+def _order(request: Request) -> tuple[float, int]:
+    return request.order
 
 
 class Shard:
@@ -34,7 +40,8 @@ class Shard:
         self.running: list[Request] = []  # in order: nobody is preempted for the growth of one that comes later
         self._victims: list[Request] = []  # preempted while the step is planned
         self._grants: dict[Request, int] = {}  # tokens of the step being planned
-        self._prompts: list[Request] = []  # those with more than a token to compute that got none yet, in order
+        self._prompts: deque[Request] = deque()  # those with more than a token to compute that got none yet, in order
+        self._unfinished: list[Request] = []  # all that have more than a token to compute
         self._budget = 0  # tokens left in it
         self._path_budget = [0] * len(Path)  # of those, for prompts of each path while others want some
         self._limits = Limits.of(config)
@@ -85,10 +92,10 @@ class Shard:
         """Whether requests of this path, or with them a hotter one, have the budget, rows or pages that are theirs."""
         if self._path_budget[path] <= 0:
             return True
-        for limited in list(Path)[1 : path + 1]:
+        for limited in PATHS[1 : path + 1]:
             members = self._members(limited)
             most = policy.row_limit(self.config, limited, self._limits.max_num_seqs)
-            if members and (len(members) >= most or self._is_over_share(limited, members)):
+            if members and (len(members) >= most or self._is_over_share(limited)):
                 return True
         return False
 
@@ -96,9 +103,10 @@ class Shard:
         """Running requests that a path's limits count: its own and colder ones, in order."""
         return [request for request in self.running if request.path >= path]
 
-    def _is_over_share(self, path: Path, members: Sequence[Request]) -> bool:
+    def _is_over_share(self, path: Path) -> bool:
+        """Whether those that run have the pages that are theirs."""
         share = self.config.paths[path].share
-        return share < 1 and self.cache.share_of([request.request_id for request in members]) >= share
+        return share < 1 and self.cache.share_of(PATHS[path:]) >= share
 
     # --- the step being planned ----------------------------------------------------------------
 
@@ -114,16 +122,18 @@ class Shard:
         budget = max(limits.max_num_batched_tokens, len(self.running))
         self._budget = budget if self.config.enable_chunked_prefill else self.config.max_num_batched_tokens
         self._path_budget = [policy.prompt_budget(self.config, path, self._budget) for path in Path]
-        self._prompts = []
+        self._prompts, self._unfinished = deque(), []
 
     def grant_decodes(self) -> None:
         """A token for each row that has one to compute, in order: pages that are missing come from later ones."""
         ratio, decoding = self.config.length_groups, []
         for request in self.running:
-            left = request.num_tokens - request.num_computed
-            if left == 0 or request.num_tokens >= request.max_total_tokens:
+            num_tokens = request.num_tokens
+            left = num_tokens - request.num_computed
+            if left == 0 or num_tokens >= request.max_total_tokens:
                 continue  # nothing to compute, or the token in flight is its last
-            (self._prompts if left > 1 else decoding).append(request)
+            (self._unfinished if left > 1 else decoding).append(request)
+        self._prompts.extend(self._unfinished)
         if ratio and decoding:
             groups = [policy.length_group(ratio, request.num_tokens) for request in decoding]
             chosen = policy.group_in_turn(groups, self._turn)
@@ -131,21 +141,31 @@ class Shard:
             self._turn += 1
         for request in decoding:
             if request.status is Status.RUNNING and self._budget:  # not preempted for one before it
-                self._grant(request, 1)
+                self._grant_token(request)
+
+    def _grant_token(self, request: Request) -> None:
+        """What `_grant` of one token comes to, for a request whose prompt is computed: the usual case, fast."""
+        total = request.num_computed + 1
+        is_decoding = total > request.num_prefill_tokens and self._may_grow(request)
+        if is_decoding and self.cache.extend(request.request_id, total):
+            self._grants[request] = 1
+            self._budget -= 1
+        else:
+            self._grant(request, 1)
 
     def grant_prompts(self, before: tuple[float, int] = LAST) -> None:
         """What paths' shares of the budget leave to running prompts that come before a waiting request, or to all."""
         while self._prompts and self._prompts[0].order < before and self._budget:
-            request = self._prompts.pop(0)
+            request = self._prompts.popleft()
             if request.status is Status.RUNNING:
                 budget = min(self._budget, self._path_budget[request.path])
                 self._path_budget[request.path] -= self._grant(request, budget)
 
     def grant_rest(self) -> None:
         """What nobody else wanted, to prompts in order, beyond their paths' shares."""
-        for request in list(self.running):
+        for request in sorted(self._unfinished, key=_order):
             left = request.num_tokens - request.num_computed
-            if self._budget and left > max(1, self._grants.get(request, 0)):
+            if self._budget and request.status is Status.RUNNING and left > max(1, self._grants.get(request, 0)):
                 self._grant(request, self._budget, spare=True)
 
     def _grant(self, request: Request, budget: int, spare: bool = False) -> int:
@@ -207,10 +227,11 @@ class Shard:
             first,
             hashes,
             request.tenant,
+            request.path,
         )
         if admission is None:
             return False
-        bisect.insort(self.running, request, key=lambda r: r.order)
+        bisect.insort(self.running, request, key=_order)
         request.status, request.shard, request.slot = Status.RUNNING, self.index, admission.slot
         request.num_computed, request.first_of_stay = admission.num_cached, True
         request.num_prefill_tokens = len(request.token_ids)
@@ -220,6 +241,7 @@ class Shard:
         self._grants[request] = num_new
         self._budget -= num_new
         self._path_budget[request.path] -= num_new
+        self._unfinished.append(request)
         return True
 
     def _fits_to_its_end(self, request: Request) -> bool:
@@ -233,19 +255,20 @@ class Shard:
 
     def take_plan(self) -> ShardPlan:
         """What was planned, for a step that is dispatched next."""
-        rows = [self._row(request) for request in self.running if request in self._grants]
-        return ShardPlan(rows=rows, **self.cache.take_moves()._asdict())
-
-    def _row(self, request: Request) -> RowPlan:
-        num_new = self._grants[request]
-        return RowPlan(
-            request=request,
-            cache=self.cache.request(request.request_id),
-            start=request.num_computed,
-            num_new=num_new,
-            samples=request.num_computed + num_new == request.num_tokens,
-            first_of_stay=request.first_of_stay,
-        )
+        grants, held = self._grants, self.cache.request
+        rows = [
+            RowPlan(
+                request,
+                held(request.request_id),
+                start := request.num_computed,
+                num_new := grants[request],
+                samples=start + num_new == request.num_tokens,
+                first_of_stay=request.first_of_stay,
+            )
+            for request in self.running
+            if request in grants
+        ]
+        return ShardPlan(rows, *self.cache.take_moves())
 
     # --- giving way ------------------------------------------------------------------------------
 
@@ -270,10 +293,10 @@ class Shard:
 
     def _paths_over_share(self) -> set[Path]:
         found = set()
-        for path in list(Path)[1:]:
+        for path in PATHS[1:]:
             members = self._members(path)
             most = policy.row_limit(self.config, path, self._limits.max_num_seqs)
-            if len(members) > most or (members and self._is_over_share(path, members)):
+            if len(members) > most or self._is_over_share(path):
                 found |= {request.path for request in members}
         return found
 
@@ -289,7 +312,7 @@ class Shard:
         Those that come later, of its own path or colder where it has its path's share. If there are none, colder ones
         that hold more than theirs; or itself, unless it is beyond its share: then others go on, and it will.
         """
-        later = self.running[bisect.bisect_right(self.running, request.order, key=lambda r: r.order) :]
+        later = self.running[bisect.bisect_right(self.running, request.order, key=_order) :]
         is_over = request.path in self._paths_over_share() and request.num_reclaims < policy.MAX_RECLAIMS
         if is_over:
             later = [r for r in later if r.path >= request.path]
@@ -299,11 +322,9 @@ class Shard:
 
     def _may_grow(self, request: Request) -> bool:
         """Within its path's pages, or the first of its path: so each path goes on."""
-        for path in list(Path)[1 : request.path + 1]:
-            members = self._members(path)
-            if members[0] is not request and self._is_over_share(path, members):
-                return False
-        return True
+        return request.path is Path.HOT or not any(
+            self._is_over_share(path) and self._members(path)[0] is not request for path in PATHS[1 : request.path + 1]
+        )
 
     def _victim(self, candidates: Sequence[Request]) -> Request:
         pairs = ((r, r.num_computed - self.cache.request(r.request_id).num_kept) for r in candidates)
@@ -345,12 +366,11 @@ class Shard:
 
     def dispatched(self, rows: Sequence[RowPlan]) -> None:
         """Notes that the rows are on their way: their tokens count as computed."""
-        for row in rows:
-            request = row.request
-            request.num_computed = row.end
-            request.num_pending += row.samples
+        for request, _, start, num_new, samples, _ in rows:
+            request.num_computed = end = start + num_new
+            request.num_pending += samples
             request.first_of_stay = False
-            self.cache.computed(request.request_id, request.token_ids, row.end)
+            self.cache.computed(request.request_id, request.token_ids, end)
 
     def release(self, request: Request, *, snapshot: bool = False) -> None:
         """Takes slot and pages back; `snapshot` leaves the request's end in the prefix cache."""

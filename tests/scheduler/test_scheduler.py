@@ -265,7 +265,7 @@ def test_siblings_go_on_when_the_first_ends_early(end):
     if end == "preempt":
         preempt(engine.scheduler, first)
     if end == "cancel":
-        engine._end(engine._by_request["a#0"], keep=False)
+        engine._end(engine._by_request[first], keep=False)
     events = drain(engine)
     assert tokens_of(events["a"], 1) == ([6] if end == "finish" else [6, 7, 8, 9])
     assert_idle(engine)
