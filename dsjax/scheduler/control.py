@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsjax.config import EngineConfig
 from dsjax.errors import ErrorCode, RequestError
 from dsjax.request import Path, Request, SamplingParams
 from dsjax.scheduler.feedback import Controller
-from dsjax.scheduler.overload import Degradation, Ladder, ServiceRate, to_shed, tokens_ahead
+from dsjax.scheduler.overload import Ahead, Degradation, Ladder, ServiceRate, to_shed
 from dsjax.scheduler.plan import StepPlan
 from dsjax.scheduler.scheduler import Scheduler
 
@@ -77,11 +77,13 @@ class Control:
             )
         most = self.config.scheduler.max_num_waiting
 
-        def fits(left: Sequence[Request]) -> bool:
-            return len(left) + len(new) <= most and self._late(now_s, first, left) is None
+        def fits(left: Ahead) -> bool:
+            return left.num + len(new) <= most and self._late(now_s, first, left) is None
 
         is_full = len(scheduler.waiting) + len(new) > most
-        late = self._late(now_s, first, scheduler.waiting.unordered())
+        late = None
+        if overload.max_predicted_wait_s:
+            late = self._late(now_s, first, Ahead(first, self._weight_of, scheduler.waiting.unordered()))
         shed: list[Request] = []
         if (is_full or late is not None) and overload.enable_shedding:
             shed = to_shed(list(scheduler.waiting.unordered()), new, self._weight_of, fits)
@@ -95,10 +97,10 @@ class Control:
         self.num_shed += len(shed)
         return shed
 
-    def _late(self, now_s: float, request: Request, waiting: Iterable[Request]) -> RequestError | None:
-        """Why the request had better not wait behind those; None if it may."""
+    def _late(self, now_s: float, request: Request, ahead: Ahead) -> RequestError | None:
+        """Why the request had better not wait beside those; None if it may."""
         limit_s = self.config.overload.max_predicted_wait_s
-        wait_s = self.rate.seconds(tokens_ahead(waiting, request, self._weight_of)) if limit_s else None
+        wait_s = self.rate.seconds(ahead.tokens) if limit_s else None
         if wait_s is None:
             return None
         left_s = limit_s if request.deadline_s is None else request.deadline_s - now_s
@@ -118,7 +120,7 @@ class Control:
             ErrorCode.RESOURCE_EXHAUSTED,
             f"given up while waiting, for a more urgent request (enable_shedding): {len(self.scheduler.waiting)} wait, "
             f"the limit max_num_waiting={most}; retry later",
-            self._retry_s(sum(r.expected_tokens for r in self.scheduler.waiting.unordered())),
+            self._retry_s(self.scheduler.waiting.num_tokens),
         )
 
     def _retry_s(self, num_tokens: int) -> float:
@@ -145,7 +147,7 @@ class Control:
         return max(load, self._wait_s() / min(limits)) if limits else load
 
     def _wait_s(self) -> float:
-        return self.rate.seconds(sum(request.expected_tokens for request in self.scheduler.waiting.unordered())) or 0.0
+        return self.rate.seconds(self.scheduler.waiting.num_tokens) or 0.0
 
     def token(self, request: Request, now_s: float) -> None:
         """A request got a token."""

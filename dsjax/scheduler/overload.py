@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import heapq
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from dsjax.config import OverloadConfig, SchedulerConfig
 from dsjax.request import Request, SamplingParams, Status
@@ -42,31 +43,48 @@ class ServiceRate:
         return num_tokens * self._seconds / self._tokens
 
 
-def tokens_ahead(waiting: Iterable[Request], request: Request, weight_of: Callable[[str], float]) -> float:
-    """Tokens that start before a request does that waits too or is new: prompts and expected output.
+class Ahead:
+    """Those that wait beside a request that waits too or is new; they come and go one by one.
 
-    Of its own tenant those of requests before it in order; of each other tenant what its weight gives it until then.
+    Of its own tenant those before it in order start before it does; of each other tenant what its weight gives it until
+    then.
     """
-    own, others = 0, {}
-    for other in waiting:
-        if other.tenant != request.tenant:
-            others[other.tenant] = others.get(other.tenant, 0) + other.expected_tokens
-        elif other.order < request.order:
-            own += other.expected_tokens
-    turns = (own + request.expected_tokens) / weight_of(request.tenant)
-    return own + sum(min(tokens, turns * weight_of(tenant)) for tenant, tokens in others.items())
+
+    def __init__(self, request: Request, weight_of: Callable[[str], float], waiting: Iterable[Request] = ()):
+        self.num = 0  # requests, wherever they are
+        self._request, self._weight_of = request, weight_of
+        self._own, self._others = 0, {}  # tokens: prompts and expected output
+        self.add(waiting)
+
+    def add(self, requests: Iterable[Request], sign: int = 1) -> None:
+        for other in requests:
+            self.num += sign
+            if other.tenant != self._request.tenant:
+                self._others[other.tenant] = self._others.get(other.tenant, 0) + sign * other.expected_tokens
+            elif other.order < self._request.order:
+                self._own += sign * other.expected_tokens
+
+    def remove(self, requests: Iterable[Request]) -> None:
+        self.add(requests, -1)
+
+    @property
+    def tokens(self) -> float:
+        """That start before the request does."""
+        turns = (self._own + self._request.expected_tokens) / self._weight_of(self._request.tenant)
+        others = self._others.items()
+        return self._own + sum(min(tokens, turns * self._weight_of(tenant)) for tenant, tokens in others)
 
 
 def to_shed(
     waiting: Sequence[Request],
     new: Sequence[Request],
     weight_of: Callable[[str], float],
-    enough: Callable[[list[Request]], bool],
+    enough: Callable[[Ahead], bool],
 ) -> list[Request]:
     """The least urgent waiting requests whose end makes room for new ones (sequences of one request).
 
-    Adds one after another, with all its sequences, until `enough` of what is left, then takes out those without whom it
-    is enough too, such as those behind the new one where that would wait too long; [] if it cannot be enough.
+    Adds one after another, with all its sequences, until what is left is few `enough`, then takes out those without
+    whom it is enough too, such as those behind the new one where that would wait too long; [] if it cannot be enough.
     The least urgent has the highest priority number; of those the tenant with most waiting tokens for its weight; of
     those it came last. It is less urgent than the new request if its number is higher, or the same and its tenant would
     still have as much waiting for its weight.
@@ -77,33 +95,50 @@ def to_shed(
         is_other = request.priority == priority and request.tenant != tenant
         if (request.priority > priority or is_other) and not _has_begun(request):
             groups.setdefault(request.parent_id, []).append(request)
-    if not groups or not enough([request for request in waiting if request.parent_id not in groups]):
+    left = Ahead(new[0], weight_of, (request for request in waiting if request.parent_id not in groups))
+    if not groups or not enough(left):
         return []  # the usual case, and it has to be fast
-    left, shed = list(waiting), []
     owed: dict[str, float] = {}  # waiting tokens of a tenant by its weight
     for request in (*waiting, *new):
         owed[request.tenant] = owed.get(request.tenant, 0.0) + request.expected_tokens / weight_of(request.tenant)
-
-    def weight_out(group: list[Request]) -> float:
-        return sum(r.expected_tokens for r in group) / weight_of(group[0].tenant)
-
-    def is_less_urgent(group: list[Request]) -> bool:
-        return group[0].priority > priority or owed[group[0].tenant] - weight_out(group) >= owed[tenant]
-
+    shed: list[list[Request]] = []
+    for group in groups.values():
+        left.add(group)
+    leaving = _least_urgent_first(groups.values(), owed)
     while not enough(left):
-        able = [group for group in groups.values() if is_less_urgent(group)]
-        if not able:
+        group = next(leaving, None)
+        if group is None:
             return []
-        worst = max(able, key=lambda group: (group[0].priority, owed[group[0].tenant], group[0].number))
-        del groups[worst[0].parent_id]
-        owed[worst[0].tenant] -= weight_out(worst)
-        shed.append(worst)
-        left = [request for request in left if request not in worst]
+        weight_out = sum(r.expected_tokens for r in group) / weight_of(group[0].tenant)
+        if group[0].priority > priority or owed[group[0].tenant] - weight_out >= owed[tenant]:
+            owed[group[0].tenant] -= weight_out
+            left.remove(group)
+            shed.append(group)
+    gone = []
     for group in shed[::-1]:
-        if enough([*left, *group]):
-            left += group
-            shed.remove(group)
-    return [request for group in shed for request in group]
+        left.add(group)
+        if not enough(left):
+            left.remove(group)
+            gone.append(group)
+    return [request for group in gone[::-1] for request in group]
+
+
+def _least_urgent_first(groups: Iterable[list[Request]], owed: Mapping[str, float]) -> Iterator[list[Request]]:
+    """By priority, then by what their tenants are owed by then, then the last first.
+
+    `owed` may fall for the tenant of the group given last, and for no other: so a tenant's turn is known by a heap.
+    """
+    levels: dict[int, dict[str, list[list[Request]]]] = {}
+    for group in sorted(groups, key=lambda group: group[0].number):
+        levels.setdefault(group[0].priority, {}).setdefault(group[0].tenant, []).append(group)
+    for _, tenants in sorted(levels.items(), reverse=True):
+        heap = [(-owed[name], -some[-1][0].number, name) for name, some in tenants.items()]
+        heapq.heapify(heap)
+        while heap:
+            *_, name = heapq.heappop(heap)
+            yield tenants[name].pop()
+            if some := tenants[name]:
+                heapq.heappush(heap, (-owed[name], -some[-1][0].number, name))
 
 
 def _has_begun(request: Request) -> bool:

@@ -58,9 +58,11 @@ class WaitingQueue:
     def __init__(self, tenants: Sequence[TenantConfig]):
         self._weights = {tenant.name: tenant.weight for tenant in tenants}
         self._tenants: dict[str, _Tenant] = {}  # those with waiting requests, in the order of their turns in a round
+        self._num = 0
+        self.num_tokens = 0  # expected, of all of them
 
     def __len__(self) -> int:
-        return sum(map(len, self._tenants.values()))
+        return self._num
 
     def __iter__(self) -> Iterator[Request]:
         return heapq.merge(*(queue for tenant in self._tenants.values() for queue in tenant.queues), key=_order)
@@ -78,6 +80,8 @@ class WaitingQueue:
         if tenant is None:
             tenant = self._tenants[request.tenant] = _Tenant(self._weights.get(request.tenant, 1.0))
         bisect.insort(tenant.queues[request.path], request, key=_order)
+        self._num += 1
+        self.num_tokens += request.expected_tokens
 
     def remove(self, request: Request) -> None:
         """Takes it out; ValueError if it does not wait."""
@@ -87,6 +91,8 @@ class WaitingQueue:
         if tenant is None or at == len(queue) or queue[at] is not request:
             raise ValueError(f"{request.request_id} does not wait")
         del queue[at]
+        self._num -= 1
+        self.num_tokens -= request.expected_tokens
         if not tenant:
             del self._tenants[request.tenant]  # and its credit: none is saved up while nothing waits
 

@@ -6,7 +6,7 @@ import pytest
 
 from dsjax.config import OverloadConfig, SchedulerConfig
 from dsjax.request import Request, SamplingParams, Status
-from dsjax.scheduler.overload import Degradation, Ladder, ServiceRate, to_shed, tokens_ahead
+from dsjax.scheduler.overload import Ahead, Degradation, Ladder, ServiceRate, to_shed
 from dsjax.scheduler.policy import Limits
 
 
@@ -53,10 +53,10 @@ def test_a_rate_is_known_after_a_second_and_weighs_the_latest_steps_more():
 
 def test_tokens_ahead_of_one_tenant_are_those_before_it_in_order():
     waiting = [req("a", 100, number=0), req("b", 50, number=1), req("c", 70, number=3)]
-    assert tokens_ahead(waiting, req("new", 10, number=2), even) == 150
+    assert Ahead(req("new", 10, number=2), even, waiting).tokens == 150
     urgent = req("new", 10, number=4)
     urgent.key_s = -1.0
-    assert tokens_ahead(waiting, urgent, even) == 0
+    assert Ahead(urgent, even, waiting).tokens == 0
 
 
 def test_tokens_ahead_of_other_tenants_are_their_turns_until_then():
@@ -64,16 +64,16 @@ def test_tokens_ahead_of_other_tenants_are_their_turns_until_then():
     mine = [req("mine", 60, number=50, tenant="me")]
     new = req("new", 40, number=51, tenant="me")
     # When 60 + 40 of mine have had their turn, so have 100 of the other, or 400 at four times the weight.
-    assert tokens_ahead([*flood, *mine], new, even) == 60 + 100
-    assert tokens_ahead([*flood, *mine], new, lambda name: 4.0 if name == "flood" else 1.0) == 60 + 400
-    assert tokens_ahead([*flood[:3], *mine], new, lambda name: 4.0 if name == "flood" else 1.0) == 60 + 300
+    assert Ahead(new, even, [*flood, *mine]).tokens == 60 + 100
+    assert Ahead(new, lambda name: 4.0 if name == "flood" else 1.0, [*flood, *mine]).tokens == 60 + 400
+    assert Ahead(new, lambda name: 4.0 if name == "flood" else 1.0, [*flood[:3], *mine]).tokens == 60 + 300
 
 
 # --- shedding ----------------------------------------------------------------------------------
 
 
 def shed(waiting: list[Request], *new: Request, most: int, weight_of=even) -> list[str]:
-    chosen = to_shed(waiting, new, weight_of, lambda left: len(left) + len(new) <= most)
+    chosen = to_shed(waiting, new, weight_of, lambda left: left.num + len(new) <= most)
     return [request.request_id for request in chosen]
 
 
@@ -104,7 +104,7 @@ def test_those_whose_end_does_not_help_stay():
     new = req("new", number=99, key_s=5.0)
     ahead = [req(f"a{i}", number=i, priority=1) for i in range(3)]
     behind = [req(f"b{i}", number=10 + i, priority=2, key_s=9.0) for i in range(3)]
-    chosen = to_shed([*ahead, *behind], [new], even, lambda left: tokens_ahead(left, new, even) <= 10)
+    chosen = to_shed([*ahead, *behind], [new], even, lambda left: left.tokens <= 10)
     assert [request.request_id for request in chosen] == ["a2", "a1"]
 
 
