@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from configs import serving
 from dsjax.config import LayerKind, ModelConfig
@@ -249,3 +250,19 @@ class FakeEngine:
             kv_cache_usage=used / self.num_pages,
             num_steps=self.num_steps,
         )
+
+
+FOREVER = {"ignore_eos": True, "max_tokens": 1 << 20}
+
+
+class Endless(FakeEngine):
+    """A step is 5 ms of engine time: FOREVER is never over, so that whatever comes next is in time."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**{"max_model_len": 1 << 30, **options})
+
+    def step(self) -> list[TokenEvent]:
+        self.gate.clear()
+        self.gate.wait(0.005)
+        self.gate.set()
+        return super().step()

@@ -172,19 +172,20 @@ def test_server_info_holds_the_resolved_config():
 
 
 def test_the_client_program_submits_jobs_and_shows_results(capsys):
-    with _server() as (_, address):
+    with _server() as (_, address), grpc.insecure_channel(address) as channel:
         base = ["dsjax-client", f"--address={address}", "--wait_s=10"]
         assert client.main([*base, "--submit", "--max_tokens=3", "--priority=-1", "--tenant=t", "abc"]) == 0
         job_id = capsys.readouterr().out.strip()
         assert client.main([*base, f"--result={job_id}", "--usage"]) == 0
         out, err = capsys.readouterr()
         assert (out, "3 completion tokens, finished by length" in err) == ("def\n", True)
-        assert client.main([*base, "--interactive_timeout_s=0.1", "--ignore_eos", "--max_tokens=500", "abc"]) == 1
+        assert client.main([*base, "--interactive_timeout_s=0.1", "--ignore_eos", "--max_tokens=4000", "abc"]) == 1
         out, err = capsys.readouterr()
         assert "DEADLINE_EXCEEDED: interactive_timeout_s=0.1 passed before the answer was complete" in err
         seen, job_id = out.rstrip("\n"), err.strip().rpartition("--result=")[2]
         assert client.main([*base, f"--result={job_id}", "--timeout_s=0.01"]) == 1
         assert f"job {job_id} goes on: this is its answer so far" in capsys.readouterr().err
+        assert pb_grpc.InferenceStub(channel).Abort(pb.AbortRequest(request_id=job_id)).aborted
         assert client.main([*base, f"--result={job_id}"]) == 0
         assert capsys.readouterr().out.startswith(seen)
         assert client.main([*base, "--result=never"]) == 1

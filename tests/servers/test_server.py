@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,8 @@ from servers import server
 from servers.flags import ServerConfig
 from servers.proto.dsjax.v1 import inference_pb2 as pb
 from servers.server import Server, channel_options
-from tests.servers.fakes import MODEL, FakeEngine
+from tests.servers.fakes import FOREVER, MODEL, Endless, FakeEngine
 from tests.servers.harness import TIMEOUT_S, Harness, collect, connect, request, run, serving, status, until
-
-FOREVER = {"ignore_eos": True, "max_tokens": 4000}
 
 
 async def _info(h: Harness) -> pb.GetServerInfoResponse:
@@ -61,7 +60,7 @@ def test_a_failed_step_ends_the_batch_with_internal_and_health_says_so():
         info = await _info(h)
         assert (info.state, "boom" in info.error) == (pb.SERVER_STATE_FAILED, True)
 
-    run(test)
+    run(test, Endless())
 
 
 def test_draining_flips_health_first_then_refuses_new_calls_and_lets_the_live_finish():
@@ -96,15 +95,7 @@ def test_without_grace_the_live_end_with_a_status():
             assert (code, "the server shut down before the answer was complete" in details) == ("UNAVAILABLE", True)
         assert await drain
 
-    run(test, _Endless())
-
-
-class _Endless(FakeEngine):
-    def step(self):
-        self.gate.clear()
-        self.gate.wait(0.001)
-        self.gate.set()
-        return super().step()
+    run(test, Endless())
 
 
 @pytest.mark.parametrize("disk", [False, True])
@@ -113,11 +104,10 @@ def test_an_engine_with_a_cache_on_disk_gets_the_time_to_write_it(disk, monkeypa
 
     class Writing(FakeEngine):
         def close(self, error=None):
-            self.gate.clear()
-            self.gate.wait(0.05)
+            written.wait(TIMEOUT_S)
             super().close(error)
 
-    engine = Writing()
+    engine, written = Writing(), threading.Event()
     tiers = TierConfig(host_cache_bytes=1, disk_cache_dir=str(tmp_path), disk_cache_bytes=1) if disk else TierConfig()
     engine.config = dataclasses.replace(engine.config, tiers=tiers)
 
@@ -125,7 +115,10 @@ def test_an_engine_with_a_cache_on_disk_gets_the_time_to_write_it(disk, monkeypa
         made = server.Server(lambda: engine, ServerConfig(port=0))
         await made.start()
         await made.wait_ready()
+        if disk:
+            asyncio.get_running_loop().call_later(0.01, written.set)
         assert await made.drain(0) == disk
+        written.set()
         await made.thread.stop(TIMEOUT_S)
 
     asyncio.run(asyncio.wait_for(body(), TIMEOUT_S))
@@ -209,7 +202,7 @@ def test_model_info_and_loads():
         call.cancel()
         await h.idle()
 
-    run(test, _Endless())
+    run(test, Endless(max_model_len=4096))
 
 
 def test_a_taken_port_is_a_clear_error():
