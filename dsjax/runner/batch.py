@@ -67,6 +67,7 @@ class Layout:
         self.num_ints = sum(math.prod(shape) for shape in self.ints.values())
         self.num_floats = sum(math.prod(shape) for shape in self.floats.values())
         self.padding = self._padding()
+        self._decode_step = 0, self.padding.ints
 
     def _padding(self) -> HostBatch:
         """A step without rows: padding is out of range, wherever something would be written to or read from."""
@@ -84,6 +85,21 @@ class Layout:
         f["top_p"].fill(1)
         f["repetition_penalty"].fill(1)
         return HostBatch(ints, floats)
+
+    def decode_step(self, num_rows: int) -> np.ndarray:
+        """The ints of a decode step as far as the number of its rows says them; made when that has changed."""
+        if self._decode_step[0] != num_rows:
+            ints = self.padding.ints.copy()
+            a, kinds = self.views(ints, self.ints), [kind.value for kind in self.spec.compressed_kinds]
+            each = [f"{kind}.{name}" for kind in kinds for name in ("row", "last_token", "last_of_row")]
+            for name in ("token_row", "row_last", "block_row", "token_block", *each):
+                a[name][:num_rows] = np.arange(num_rows)
+            a["block_token"][:num_rows, 0] = np.arange(num_rows)
+            for name in ("block_length", *(f"{kind}.first" for kind in kinds)):
+                a[name][:num_rows] = 1
+            a["num_tokens"][...] = num_rows
+            self._decode_step = num_rows, ints
+        return self._decode_step[1]
 
     def flags(self, ints: np.ndarray) -> np.ndarray:
         """The flags of packed vectors [..., num_ints], writable."""
@@ -105,35 +121,76 @@ def pack(layout: Layout, rows: Sequence[RowPlan], slots: SlotParams) -> HostBatc
 
     `slots` is the shard's: what a request's parameters mean for a step is worked out in the first of its stay.
     """
-    ints, floats = (array.copy() for array in layout.padding)
     if not rows:
-        return HostBatch(ints, floats)
+        return HostBatch(*(array.copy() for array in layout.padding))
+    spec, is_decode, num_rows = layout.spec, layout.bucket.is_decode, len(rows)
+    ints = (layout.decode_step(num_rows) if is_decode else layout.padding.ints).copy()
+    floats = layout.padding.floats.copy()
     a, f = layout.views(ints, layout.ints), layout.views(floats, layout.floats)
-    spec, block, num_rows = layout.spec, layout.bucket.block, len(rows)
     _, caches, starts, nums, samples, first_of_stay = zip(*rows, strict=True)
-    start, num_new, slot = (np.array(values, np.int32) for values in (starts, nums, [c.slot for c in caches]))
-    tokens = _Runs(num_new)
-    position = tokens.counted + start[tokens.row]
-    last = tokens.first + num_new - 1
+    if any(first_of_stay):
+        for row in rows:
+            if row.first_of_stay:
+                slots.set(row)
+    start, slot = np.array(starts, np.int32), np.array([cache.slot for cache in caches], np.int32)
+    a["row_slot"][:num_rows] = slot
+    a["row_position"][:num_rows] = start
+    for kind in spec.pool_kinds:
+        a[f"{kind.value}.table"][:num_rows] = caches[0].slot_tables[kind][slot]
+    slots.pack(a, f, slot, np.array(samples))
+    known = np.array(_token_ids(rows), np.int32)
+    a["token_ids"][: known.size] = known
+    num_shared = slots.num_shared[slot]
+    if is_decode:
+        _pack_decode(a, spec, start, num_shared)
+    else:
+        num_new = np.array(nums, np.int32)
+        tokens = _Runs(num_new)
+        _pack_tokens(a, layout, tokens, start, num_new)
+        for kind in spec.compressed_kinds:
+            _pack_pieces(a, layout, kind, start, start + num_new, num_shared, tokens)
+        np.maximum(known[1:], 0, out=a["next_token"][: known.size - 1])
+    if not all(samples):
+        a["next_token"][a["row_last"][:num_rows]] = [_following(row) for row in rows]
+    elif not is_decode:
+        a["next_token"][a["row_last"][:num_rows]] = 0
+    return HostBatch(ints, floats)
+
+
+def _pack_window(a: dict[str, np.ndarray], spec: CacheSpec, row: np.ndarray, position: np.ndarray) -> None:
+    """Where the tokens' window rows go."""
+    window = spec.kinds[EntryKind.WINDOW]
+    page = a[f"{EntryKind.WINDOW.value}.table"][row, position // window.entries_per_page % window.table_width]
+    a["window_slot"][: row.size] = page * window.entries_per_page + position % window.entries_per_page
+
+
+def _pack_decode(a: dict[str, np.ndarray], spec: CacheSpec, start: np.ndarray, num_shared: np.ndarray) -> None:
+    """What of a decode step depends on its positions: token r is all there is of row r."""
+    num_rows = start.size
+    a["positions"][:num_rows] = a["block_position"][:num_rows] = start
+    _pack_window(a, spec, a["token_row"][:num_rows], start)
+    for kind in spec.compressed_kinds:
+        kind_spec, name = spec.kinds[kind], kind.value
+        window = start // kind_spec.ratio
+        complete = start % kind_spec.ratio == kind_spec.ratio - 1
+        a[f"{name}.window"][:num_rows] = window
+        a[f"{name}.complete"][:num_rows] = complete
+        # entries below num_shared are in shared pages already: recomputing must not store them twice
+        row = np.flatnonzero(complete & (window >= num_shared // kind_spec.ratio))
+        page, entry = np.divmod(window[row], kind_spec.entries_per_page)
+        a[f"{name}.entry_slot"][row] = a[f"{name}.table"][row, page] * kind_spec.entries_per_page + entry
+
+
+def _pack_tokens(
+    a: dict[str, np.ndarray], layout: Layout, tokens: _Runs, start: np.ndarray, num_new: np.ndarray
+) -> None:
+    """Where each token is, and its block of queries."""
+    block, position = layout.bucket.block, tokens.counted + start[tokens.row]
     a["num_tokens"][...] = tokens.total
     a["token_row"][: tokens.total] = tokens.row
     a["positions"][: tokens.total] = position
-    a["row_slot"][:num_rows] = slot
-    a["row_position"][:num_rows] = start
-    a["row_last"][:num_rows] = last
-    ids = a["token_ids"][: tokens.total]
-    ids[:] = _token_ids(rows)
-    following = a["next_token"][: tokens.total]
-    np.maximum(ids[1:], 0, out=following[:-1])
-    following[last] = 0 if all(samples) else [_following(row) for row in rows]
-
-    tables = {kind: caches[0].slot_tables[kind][slot] for kind in spec.pool_kinds}
-    for kind, table in tables.items():
-        a[f"{kind.value}.table"][:num_rows] = table
-    window, table = spec.kinds[EntryKind.WINDOW], tables[EntryKind.WINDOW]
-    page = table[tokens.row, position // window.entries_per_page % window.table_width]
-    a["window_slot"][: tokens.total] = page * window.entries_per_page + position % window.entries_per_page
-
+    a["row_last"][: start.size] = tokens.first + num_new - 1
+    _pack_window(a, layout.spec, tokens.row, position)
     blocks = _Runs(-(-num_new // block))
     begin = blocks.counted * block  # of the row's new tokens
     length = np.minimum(num_new[blocks.row] - begin, block)
@@ -144,15 +201,6 @@ def pack(layout: Layout, rows: Sequence[RowPlan], slots: SlotParams) -> HostBatc
     a["block_length"][: blocks.total] = length
     a["block_token"][: blocks.total] = np.where(within < length[:, None], token, layout.bucket.num_tokens)
     a["token_block"][: tokens.total] = (blocks.first * block)[tokens.row] + tokens.counted
-
-    if any(first_of_stay):
-        for row in rows:
-            if row.first_of_stay:
-                slots.set(row)
-    for kind in spec.compressed_kinds:
-        _pack_pieces(a, layout, kind, start, start + num_new, slots.num_shared[slot], tokens)
-    slots.pack(a, f, slot, np.array(samples))
-    return HostBatch(ints, floats)
 
 
 def _token_ids(rows: Sequence[RowPlan]) -> list[int]:
@@ -210,9 +258,8 @@ def _pack_pieces(
     a[f"{name}.entry_slot"][span] = np.where(store, slot, NOWHERE)
     a[f"{name}.last_token"][span] = (tokens.first - start - 1)[row] + np.minimum(window_end, end[row])
     a[f"{name}.last_of_row"][: start.size] = pieces.first + (end - 1) // spec.ratio - first
-    if not layout.bucket.is_decode:
-        position = tokens.counted + start[tokens.row]
-        a[f"{name}.of_token"][: tokens.total] = (pieces.first - first)[tokens.row] + position // spec.ratio
+    position = tokens.counted + start[tokens.row]
+    a[f"{name}.of_token"][: tokens.total] = (pieces.first - first)[tokens.row] + position // spec.ratio
 
 
 def unpack(

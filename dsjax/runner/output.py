@@ -5,6 +5,7 @@ One vector means one transfer, and one collective where shards or stages have to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ def _unpack(vector: np.ndarray, bucket: Bucket, vocab_size: int) -> tuple[np.nda
 
     def take(dtype: type, *shape: int) -> np.ndarray:
         nonlocal offset
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         offset += size
         return vector[offset - size : offset].view(dtype).reshape(shape)
 
@@ -71,7 +72,7 @@ def _unpack(vector: np.ndarray, bucket: Bucket, vocab_size: int) -> tuple[np.nda
 
 def collect(sent: Sent) -> StepOutput:
     """Waits for the results and brings them to the host, padding left out."""
-    packed = jax.device_get(sent.output.packed)
+    packed = np.asarray(sent.output.packed)
     tokens, rows, prompts = [], [], []
     used: list[tuple[int, int, int]] = []
     for shard, batches in enumerate(sent.num_new):
