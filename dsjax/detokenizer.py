@@ -67,8 +67,11 @@ class Detokenizer:
 
     def take_text(self) -> str:
         """Text that became visible since the last call; "" while a character or a possible stop is incomplete."""
-        text = "".join(self._ready)
-        self._ready.clear()
+        ready = self._ready
+        if len(ready) == 1:
+            return ready.pop()
+        text = "".join(ready)
+        ready.clear()
         return text
 
     def finish(self) -> None:

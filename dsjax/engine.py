@@ -239,7 +239,7 @@ class Engine:
         for sequence, error in shed:
             if sequence.request in self._by_request:  # not cancelled meanwhile
                 self._end(sequence, keep=False)
-                events.append(self._event(sequence, error=error))
+                events.append(self._failed(sequence, error))
         if not self._deadlines:
             return events
         for request in self.scheduler.expired(self.clock()):
@@ -250,7 +250,7 @@ class Engine:
                 ErrorCode.DEADLINE_EXCEEDED,
                 f"the deadline passed while {state}, after {request.num_output_tokens} output tokens",
             )
-            events.append(self._event(sequence, error=error))
+            events.append(self._failed(sequence, error))
         return events
 
     def _complete(self, step: _InFlight) -> list[TokenEvent]:
@@ -294,25 +294,36 @@ class Engine:
             if reason is not None:
                 detokenizer.finish()
             text = detokenizer.take_text()
-        event = self._event(sequence)
-        event.token_ids, event.text, event.finish_reason, event.matched_stop = (token,), text, reason, matched
+        logprobs = ()
         if params.logprobs is not None:
-            event.logprobs = (_token_logprobs(token, output.logprobs, r, params.logprobs),)
+            logprobs = (_token_logprobs(token, output.logprobs, r, params.logprobs),)
+        prompt_logprobs = None
+        if not sequence.started and sequence.prompt_logprobs is not None:
+            prompt_logprobs = tuple(sequence.prompt_logprobs)
+        sequence.started = True
+        event = TokenEvent(
+            request_id=request.parent_id,
+            index=request.index,
+            token_ids=(token,),
+            text=text,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            matched_stop=matched,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached,
+            num_output_tokens=request.num_output_tokens,
+        )
         if reason is not None:
             self._end(sequence, keep=True)
         return event
 
-    def _event(self, sequence: _Sequence, error: RequestError | None = None) -> TokenEvent:
+    def _failed(self, sequence: _Sequence, error: RequestError) -> TokenEvent:
+        """The last event of a sequence that ends without an answer."""
         request = sequence.request
-        prompt_logprobs = None
-        if not sequence.started:
-            sequence.started = True
-            if sequence.prompt_logprobs is not None and error is None:
-                prompt_logprobs = tuple(sequence.prompt_logprobs)
         return TokenEvent(
             request_id=request.parent_id,
             index=request.index,
-            prompt_logprobs=prompt_logprobs,
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached,
             num_output_tokens=request.num_output_tokens,

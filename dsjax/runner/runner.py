@@ -174,7 +174,8 @@ class Runner:
         self.move(plan)
         for shard, part in enumerate(plan.shards):
             for row in part.rows:
-                self._prepare_slot(shard, row)
+                if row.first_of_stay or row.request.params.min_tokens:
+                    self._prepare_slot(shard, row)
         batches = [self._microbatches(part) for part in plan.shards]
         num_new = tuple(tuple(tuple(row.num_new for row in rows) for rows in shard) for shard in batches)
         bucket = self.buckets.choose([rows for shard in num_new for rows in shard])
@@ -274,8 +275,6 @@ class Runner:
     def _prepare_slot(self, shard: int, row: RowPlan) -> None:
         """Uploads a request's token counts and logit bias when it takes a slot, or when its min_tokens are reached."""
         request, params = row.request, row.request.params
-        if not row.first_of_stay and not params.min_tokens:
-            return
         # Output tokens before the one drawn next: a stay begins with all that are known, in one chunk or several.
         drawn = request.num_output_tokens if row.first_of_stay else row.end - request.num_prompt_tokens
         released = row.samples and params.min_tokens > 0 and drawn == params.min_tokens

@@ -146,7 +146,7 @@ class Shard:
     def _grant_token(self, request: Request) -> None:
         """What `_grant` of one token comes to, for a request whose prompt is computed: the usual case, fast."""
         total = request.num_computed + 1
-        is_decoding = total > request.num_prefill_tokens and self._may_grow(request)
+        is_decoding = total > request.num_prefill_tokens and (not request.path or self._may_grow(request))
         if is_decoding and self.cache.extend(request.request_id, total):
             self._grants[request] = 1
             self._budget -= 1
@@ -262,8 +262,8 @@ class Shard:
                 held(request.request_id),
                 start := request.num_computed,
                 num_new := grants[request],
-                samples=start + num_new == request.num_tokens,
-                first_of_stay=request.first_of_stay,
+                start + num_new == request.num_tokens,  # samples
+                request.first_of_stay,
             )
             for request in self.running
             if request in grants
@@ -322,7 +322,7 @@ class Shard:
 
     def _may_grow(self, request: Request) -> bool:
         """Within its path's pages, or the first of its path: so each path goes on."""
-        return request.path is Path.HOT or not any(
+        return not any(
             self._is_over_share(path) and self._members(path)[0] is not request for path in PATHS[1 : request.path + 1]
         )
 
