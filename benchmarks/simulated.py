@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +25,11 @@ from dsjax.scheduler.plan import StepPlan
 StepTimer = Callable[[Sequence[Rows], Bucket], float]  # rows of each data shard, the bucket -> seconds
 
 
+class Clock(Protocol):
+    def __call__(self) -> float: ...
+    def wait_until(self, time_s: float) -> None: ...
+
+
 class VirtualClock:
     """Seconds that pass only when told to."""
 
@@ -36,6 +41,9 @@ class VirtualClock:
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
+
+    def wait_until(self, time_s: float) -> None:
+        self.now_s = max(self.now_s, time_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +113,7 @@ class SimulatedRunner:
         spec: CacheSpec,
         buckets: Buckets,
         timer: StepTimer,
-        clock: VirtualClock,
+        clock: Clock,
         *,
         vocab_size: int,
         num_shards: int = 1,
@@ -126,7 +134,7 @@ class SimulatedRunner:
         seconds = self.timer(rows, bucket)
         if self.on_step is not None:
             self.on_step(plan, bucket, seconds)
-        self._free_s = max(self._free_s, self.clock.now_s) + seconds
+        self._free_s = max(self._free_s, self.clock()) + seconds
         tokens = [self._token(shard, row) for shard, part in enumerate(plan.shards) for row in part.rows]
         return Sent(np.array(tokens, np.int32), self._free_s, bucket)
 
@@ -139,7 +147,7 @@ class SimulatedRunner:
         return int(token)
 
     def read(self, sent: Sent) -> Sent:
-        self.clock.now_s = max(self.clock.now_s, sent.end_s)
+        self.clock.wait_until(sent.end_s)
         return sent
 
 

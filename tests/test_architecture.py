@@ -26,13 +26,15 @@ MAY_IMPORT = {
     "servers": ("configs", "dsjax", "pallas_kernels"),
     "training": ("configs", "dsjax", "pallas_kernels"),
     # the load generator speaks to a running server and takes the engine's flags; it needs nothing else of the server
-    # and measures a cache's quality on the text that training holds out; it times how the engine's thread hands over
+    # and measures a cache's quality on the text that training holds out; it times how the engine's thread hands over,
+    # and serves an engine that has no device
     "benchmarks": (
         "configs",
         "dsjax",
         "pallas_kernels",
         "servers.proto",
         "servers.flags",
+        "servers.main",
         "servers.engine_thread",
         "training",
     ),
