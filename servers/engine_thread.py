@@ -4,7 +4,7 @@
     submit(request) ----- _Add ----+
     cancel(stream) ------ _Cancel -+--> inbox --> commands, then one Engine.step --+
     abort(id), call(f) --- ... ----+                                               |
-    EventStream.deliver  <------ call_soon_threadsafe, once a step <---------------+
+    EventStream.deliver  <------ call_soon_threadsafe, for what is due <-----------+
 
 The thread sleeps on the inbox while the engine has no work, or wants none before some time (`Engine.wake_s`). Whatever
 it raises ends every stream, and every later command, with INTERNAL: nobody waits for a thread that is gone.
@@ -25,10 +25,13 @@ from typing import Any, TypeVar
 from dsjax.errors import ConfigError, ErrorCode, RequestError
 from dsjax.request import FinishReason, Request, TokenEvent
 from servers.engine_like import EngineLike
+from servers.live import Batch, Live, LiveRequests
 from servers.streams import EventStream, Keeper
 
 log = logging.getLogger("dsjax.engine_thread")
 T = TypeVar("T")
+# How long the engine thread lets the loop have the interpreter for first tokens, while the device is at its next step.
+FIRST_WAIT_S = 0.001
 
 
 class State(enum.Enum):
@@ -37,14 +40,6 @@ class State(enum.Enum):
     SERVING = "serving"
     FAILED = "failed"
     STOPPED = "stopped"
-
-
-@dataclass
-class _Live:
-    """A request the engine knows, as the engine thread sees it."""
-
-    stream: EventStream
-    last: dict[int, TokenEvent | None]  # the last event of each index that is not finished
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,8 @@ class _Call:
 class EngineThread:
     """Runs an engine made by `make_engine` (in the thread, so that loading does not block the loop).
 
-    Methods are called on the event loop that called `start`; `on_state` is called there too.
+    Methods are called on the event loop that called `start`; `on_state` is called there too. Of the steps' tokens, at
+    most `max_messages_per_s` times a second a stream is handed some (0: no limit), besides its first and its last.
     """
 
     def __init__(
@@ -76,6 +72,7 @@ class EngineThread:
         make_engine: Callable[[], EngineLike],
         *,
         progress: bool = False,
+        max_messages_per_s: float = 0,
         on_state: Callable[[State], None] = lambda state: None,
     ):
         self.state = State.LOADING
@@ -88,7 +85,8 @@ class EngineThread:
         self._inbox: deque[_Add | _Cancel | _Call] = deque()  # guarded by _lock
         self._ended: RequestError | None = None  # guarded by _lock: what commands get once the thread is gone
         self._stopping = False  # guarded by _lock
-        self._live: dict[str, _Live] = {}  # engine thread only
+        self._first_sent = threading.Event()  # first tokens of the last step that had some
+        self._live = LiveRequests(max_messages_per_s)  # engine thread only
         self._engine: EngineLike | None = None
         self._step_began_s: float | None = None  # written by the engine thread, time.monotonic; None between steps
 
@@ -115,12 +113,14 @@ class EngineThread:
         """How long the step that runs now has taken so far; 0 between steps."""
         return 0.0 if (began_s := self._step_began_s) is None else time.monotonic() - began_s
 
-    def submit(self, request: Request, *, max_unread_tokens: int = 0, keeper: Keeper | None = None) -> EventStream:
+    def submit(
+        self, request: Request, *, interval: int = 0, max_unread_tokens: int = 0, keeper: Keeper | None = None
+    ) -> EventStream:
         """Queues `request`. A refusal comes from the stream, as everything else does.
 
         Whoever submits must call `cancel(stream)` in the end, in a `finally`; or else waits for `stream.closed`.
         """
-        stream = EventStream(request, max_unread_tokens=max_unread_tokens, keeper=keeper)
+        stream = EventStream(request, interval=interval, max_unread_tokens=max_unread_tokens, keeper=keeper)
         self._post(_Add(stream))
         return stream
 
@@ -182,7 +182,7 @@ class EngineThread:
             self._set_state(State.STOPPED if error is None else State.FAILED)
         if first and error is not None:
             self._on_loop(_set_exception, self._ready, error)
-        for live in list(self._live.values()):
+        for live in self._live.all():
             self._end(live.stream, ended)
         for command in left:
             self._refuse(command, ended)
@@ -260,7 +260,7 @@ class EngineThread:
         match command:
             case _Add(stream):
                 request = stream.request
-                if request.request_id in self._live:
+                if self._live.get(request.request_id) is not None:
                     self._end(stream, _live_id(request.request_id))
                     return
                 try:
@@ -272,7 +272,7 @@ class EngineThread:
                     engine.cancel(request.request_id)
                     self._end(stream, _internal("the request could not be queued", error))
                 else:
-                    self._live[request.request_id] = _Live(stream, dict.fromkeys(range(request.params.n)))
+                    self._live.add(stream)
                     if stream.keeper is not None:
                         self._on_loop(stream.accepted.set)
             case _Cancel(stream):
@@ -291,17 +291,16 @@ class EngineThread:
                 else:
                     self._on_loop(_set_result, reply, result)
 
-    def _drop(self, engine: EngineLike, live: _Live) -> None:
-        request_id = live.stream.request.request_id
-        engine.cancel(request_id)  # first: if it raises, the stream still hears of it
-        del self._live[request_id]
+    def _drop(self, engine: EngineLike, live: Live) -> None:
+        engine.cancel(live.stream.request.request_id)  # first: if it raises, the stream still hears of it
+        self._live.remove(live)
 
     def _abort(self, engine: EngineLike, request_id: str) -> bool:
         live = self._live.get(request_id)
         if live is None:
             return False
+        events = list(live.held)
         self._drop(engine, live)
-        events = []
         for index, last in live.last.items():
             events.append(
                 TokenEvent(
@@ -317,29 +316,26 @@ class EngineThread:
         return True
 
     def _hand_over(self, engine: EngineLike, events: list[TokenEvent]) -> None:
-        """Sends a step's events to their streams, in one call into the loop."""
-        batches: dict[str, tuple[EventStream, list[TokenEvent], bool]] = {}
-        for event in events:
-            live = self._live.get(event.request_id)
-            if live is None:
-                continue  # its client went away while the step ran
-            _, batch, _ = batches.setdefault(event.request_id, (live.stream, [], False))
-            batch.append(event)
-            if event.finished:
-                live.last.pop(event.index, None)
-            else:
-                live.last[event.index] = event
-            if event.error is not None and live.last:
-                self._drop(engine, live)
-                batches[event.request_id] = (live.stream, batch, True)
-            elif not live.last:
-                del self._live[event.request_id]
-                batches[event.request_id] = (live.stream, batch, True)
-        if batches:
-            self._on_loop(self._deliver, list(batches.values()))
+        """Sends what is due of the steps' events to their streams, first tokens before anything else is looked at."""
+        first = [event for event in events if event.num_output_tokens <= len(event.token_ids)]
+        if first:
+            events = [event for event in events if event.num_output_tokens > len(event.token_ids)]
+            self._first_sent.clear()
+            self._on_loop(self._deliver_first, self._live.take_all(first, engine.cancel))
+            self._first_sent.wait(FIRST_WAIT_S)
+        due = self._live.take_ends(events, engine.cancel)
+        if self._live.has_waiting:
+            pauses = _sleep_s(engine) != 0  # nothing would come meanwhile for those that wait
+            due += self._live.take_turns(None if pauses else engine.clock())
+        if due:
+            self._on_loop(self._deliver, due)
 
-    def _deliver(self, batches: list[tuple[EventStream, list[TokenEvent], bool]]) -> None:
-        """On the loop: hands each stream its events; the flag says that they are its last."""
+    def _deliver_first(self, batches: list[Batch]) -> None:
+        self._deliver(batches)
+        self._loop.call_soon(self._first_sent.set)  # after the calls woken here have written
+
+    def _deliver(self, batches: list[Batch]) -> None:
+        """On the loop: hands each stream its events."""
         for stream, events, last in batches:
             if not stream.deliver(events):
                 self.cancel(stream)

@@ -85,6 +85,8 @@ SERVER = {
     "grace_period_s": "how long running requests may go on after SIGTERM",
     "max_message_bytes": "largest request or answer message",
     "max_unread_tokens": "tokens and log-probabilities a client may leave unread before its call is ended",
+    "max_messages_per_s": "of all streams; beyond it tokens of a stream share messages; first and last tokens never "
+    "wait; 0 is no limit",
     "max_num_jobs": "asynchronous jobs, running or kept, and calls that may become jobs; more are refused",
     "max_job_bytes": "memory of all jobs' prompts and answers, about",
     "job_ttl_s": "how long a job's result is kept after its end",

@@ -36,6 +36,7 @@ class ServerConfig:
     grace_period_s: float = 30.0
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     max_unread_tokens: int = 1 << 18
+    max_messages_per_s: int = 1500
     max_num_jobs: int = 1024
     max_job_bytes: int = 256 << 20
     job_ttl_s: float = 600.0
@@ -55,6 +56,7 @@ class ServerConfig:
         check("grace_period_s", 0, 86400)
         check("max_message_bytes", 1024, (1 << 31) - 1)  # gRPC and protobuf count in int32
         check("max_unread_tokens", 1, 1 << 40)
+        check("max_messages_per_s", 0, 1 << 30)
         check("max_num_jobs", 0, 1 << 20)
         check("max_job_bytes", 0, 1 << 50)
         check("job_ttl_s", 0, 7 * 86400)

@@ -69,7 +69,9 @@ class JobStore:
     def num_jobs(self) -> int:
         return len(self._jobs)
 
-    def open(self, request: Request, prompt: Prompt, admission: int, *, max_unread_tokens: int = 0) -> Job:
+    def open(
+        self, request: Request, prompt: Prompt, admission: int, *, interval: int = 0, max_unread_tokens: int = 0
+    ) -> Job:
         """Submits `request` as a private job. Raises RequestError if its id is a job's or there is no room."""
         self.check_id(request.request_id)
         job = Job(self, request, prompt, admission)
@@ -82,7 +84,7 @@ class JobStore:
             )
         self._jobs[request.request_id] = job
         self.num_bytes += job.num_bytes
-        job.stream = self._thread.submit(request, max_unread_tokens=max_unread_tokens, keeper=job)
+        job.stream = self._thread.submit(request, interval=interval, max_unread_tokens=max_unread_tokens, keeper=job)
         return job
 
     def check_id(self, request_id: str) -> None:

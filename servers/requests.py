@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ import grpc
 
 from dsjax.chat import ChatStrings
 from dsjax.errors import ErrorCode, RequestError, invalid
-from dsjax.request import Request
+from dsjax.request import Request, TokenEvent
 from dsjax.scheduler.breaker import Breaker
 from servers import convert, prompts
 from servers.answers import Answer
@@ -101,25 +101,20 @@ class Requests:
             if aborted:
                 await context.write(answer.aborted())
                 return
+            interval = (message.stream_interval or 1) if message.stream else 0
             max_unread = self._config.max_unread_tokens if message.stream else 0
             job: Job | None = None
             due_s: float | None = None  # by time.monotonic, which is the loop's clock too
             if message.interactive_timeout_s:
-                job = self.jobs.open(request, prompt, admission.number, max_unread_tokens=max_unread)
+                job = self.jobs.open(request, prompt, admission.number, interval=interval, max_unread_tokens=max_unread)
                 stream, due_s = job.stream, request.arrival_s + message.interactive_timeout_s
             else:
                 self.jobs.check_id(request.request_id)
-                stream = self._thread.submit(request, max_unread_tokens=max_unread)
+                stream = self._thread.submit(request, interval=interval, max_unread_tokens=max_unread)
             self._streams[request.request_id] = stream
-            take = functools.partial(stream.take, message.stream_interval or 1) if message.stream else stream.take_all
+            take = stream.take if message.stream else stream.take_all
             try:
-                while True:
-                    if due_s is not None and time.monotonic() >= due_s and not stream.closed.is_set():
-                        raise TimeoutError  # though there may be more to write at once, always
-                    async with asyncio.timeout_at(due_s):  # of the wait alone: a message is written whole
-                        events = await take()
-                    if not events:
-                        break
+                while events := await (take() if due_s is None else _before(due_s, stream, take)):
                     await self._write(context, answer.message(events))
             except TimeoutError:
                 assert job is not None
@@ -292,6 +287,16 @@ class Requests:
         remedy = "ask for fewer logprobs, prompt_logprobs or tokens, or set stream"
         convert.check_size(message, self._config.max_message_bytes, "answer", remedy)
         await context.write(message)
+
+
+async def _before(
+    due_s: float, stream: EventStream, take: Callable[[], Awaitable[list[TokenEvent]]]
+) -> list[TokenEvent]:
+    """Raises TimeoutError at `due_s`, though there may be more to take at once, always."""
+    if time.monotonic() >= due_s and not stream.closed.is_set():
+        raise TimeoutError
+    async with asyncio.timeout_at(due_s):
+        return await take()
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -60,7 +60,9 @@ class Server:
     ):
         self.config = config
         self.port = 0  # the bound one, after `start`
-        self.thread = EngineThread(make_engine, progress=True, on_state=self._on_state)
+        self.thread = EngineThread(
+            make_engine, progress=True, max_messages_per_s=config.max_messages_per_s, on_state=self._on_state
+        )
         self.service = InferenceService(
             self.thread,
             config,

@@ -9,6 +9,7 @@ The stream of a job also keeps all that ever came, taken or not, so that a call 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,7 +30,7 @@ class Keeper(Protocol):
         ...
 
 
-@dataclass
+@dataclass(slots=True)
 class _Merged:
     """The merged events of one index: those that nobody has taken, or all."""
 
@@ -67,22 +68,32 @@ class _Merged:
 class EventStream:
     """The events of one request (all `params.n` of it), from `EngineThread.submit`.
 
-    `max_unread_tokens` 0 is no limit, for callers that want the whole answer at once anyway. With a `keeper` all that
-    comes is kept.
+    The first event of each index, and its last, may be taken at once; what comes between them is held back until it has
+    `interval` ids (0: until the last). `max_unread_tokens` 0 is no limit, for callers that want the whole answer at
+    once anyway. With a `keeper` all that comes is kept.
     """
 
-    def __init__(self, request: Request, *, max_unread_tokens: int = 0, keeper: Keeper | None = None):
+    def __init__(
+        self,
+        request: Request,
+        *,
+        interval: int = 0,
+        max_unread_tokens: int = 0,
+        keeper: Keeper | None = None,
+    ):
         self.request = request
         self.accepted = asyncio.Event()  # the engine has queued the request; only set if there is a keeper
         self.closed = asyncio.Event()  # nothing more will come, and the engine holds nothing of the request
         self.keeper = keeper
+        self._interval = interval or math.inf
         self._kept: dict[int, _Merged] = {}
         self._detached = False  # nobody will take anything
         self._max_unread = max_unread_tokens
         self._unread: dict[int, _Merged] = {}
         self._num_unread = 0
         self._error: RequestError | None = None
-        self._news = asyncio.Event()
+        self._news = asyncio.Event()  # something may be taken
+        self._over = asyncio.Event()  # closed, or ended with an error
         self._started: set[int] = set()  # indices of which something was taken
 
     def deliver(self, events: Iterable[TokenEvent]) -> bool:
@@ -103,7 +114,8 @@ class EventStream:
             if not self._detached:
                 _add(self._unread, event)
                 self._num_unread += _num_values(event)
-        self._news.set()
+        if any(map(self._is_due, self._unread.values())):
+            self._news.set()
         if self._max_unread and self._num_unread > self._max_unread:
             message = (
                 f"the client left {self._num_unread} tokens and log-probabilities unread, more than "
@@ -119,6 +131,7 @@ class EventStream:
             self._error = error
             self._unread.clear()
             self._news.set()
+            self._over.set()
 
     def close(self) -> None:
         """Says that nothing more will come."""
@@ -126,6 +139,7 @@ class EventStream:
             return
         self.closed.set()
         self._news.set()
+        self._over.set()
         if self.keeper is not None:
             self.keeper.ended()
 
@@ -143,35 +157,33 @@ class EventStream:
         """Everything that was kept, one merged event for each index that has some."""
         return [kept.merged() for _, kept in sorted(self._kept.items())]
 
-    async def take(self, interval: int = 1) -> list[TokenEvent]:
-        """Waits for news and returns one merged event for each index that has some; [] once all is taken.
+    async def take(self) -> list[TokenEvent]:
+        """Waits for what may be taken and returns one merged event for each index that has some; [] once all is taken.
 
-        After an index's first event, an index is held back until it has `interval` ids, or is finished.
         Raises RequestError when the request was refused or failed.
         """
         while True:
+            await self._news.wait()
             if self._error is not None:
                 raise self._error
-            due = [index for index, unread in self._unread.items() if self._due(unread, interval)]
+            due = [index for index, unread in self._unread.items() if self._is_due(unread)]
+            if not self.closed.is_set():
+                self._news.clear()
+            elif not due:
+                return []
             if due:
                 events = [self._unread.pop(index).merged() for index in sorted(due)]
                 self._started.update(due)
                 self._num_unread -= sum(map(_num_values, events))
                 return events
-            if self.closed.is_set():
-                return []
-            self._news.clear()
-            await self._news.wait()
 
-    def _due(self, unread: _Merged, interval: int) -> bool:
+    def _is_due(self, unread: _Merged) -> bool:
         last = unread.last
-        return last.finished or last.index not in self._started or len(unread.token_ids) >= interval
+        return last.finished or last.index not in self._started or len(unread.token_ids) >= self._interval
 
     async def take_all(self) -> list[TokenEvent]:
-        """Waits for the end and returns one merged event for each index, in order."""
-        while not self.closed.is_set() and self._error is None:
-            self._news.clear()
-            await self._news.wait()
+        """Waits for the end and returns one merged event for each index, in order. Raises as `take`."""
+        await self._over.wait()
         if self._error is not None:
             raise self._error
         events = [unread.merged() for _, unread in sorted(self._unread.items())]
@@ -180,14 +192,15 @@ class EventStream:
 
 
 def _add(merged: dict[int, _Merged], event: TokenEvent) -> None:
-    if event.index not in merged:
-        merged[event.index] = _Merged(event)
-    merged[event.index].add(event)
+    found = merged.get(event.index)
+    if found is None:
+        found = merged[event.index] = _Merged(event)
+    found.add(event)
 
 
 def _num_values(event: TokenEvent) -> int:
     """Ids and log-probabilities of an event's tokens."""
-    return len(event.token_ids) + _num_logprobs(event.logprobs)
+    return len(event.token_ids) + (_num_logprobs(event.logprobs) if event.logprobs else 0)
 
 
 def _num_logprobs(entries: Iterable[TokenLogprobs | None]) -> int:

@@ -149,6 +149,7 @@ class FakeEngine:
         return bool(session_id)
 
     def step(self) -> list[TokenEvent]:
+        time.sleep(0)  # as a step that waits for its device, this lets other threads run
         if not self.gate.is_set():
             self.waits += 1
             self.gate.wait(30)

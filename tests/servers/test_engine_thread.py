@@ -19,10 +19,10 @@ def _request(id: str = "x", **fields) -> Request:
     return Request(request_id=id, prompt_token_ids=[97], params=params, **fields)
 
 
-def _run(test, engine: FakeEngine | None = None, make=None) -> None:
+def _run(test, engine: FakeEngine | None = None, make=None, **options) -> None:
     async def body():
         fake = engine or FakeEngine()
-        thread = EngineThread(make or (lambda: fake))
+        thread = EngineThread(make or (lambda: fake), **options)
         thread.start()
         try:
             if make is None:
@@ -244,6 +244,102 @@ def test_an_engine_that_cannot_be_made_says_why(error):
         assert (await _refusal(thread.submit(_request()))).code is ErrorCode.INTERNAL
 
     _run(test, make=make)
+
+
+def _deliveries(stream: EventStream) -> list[tuple[int, ...]]:
+    """Ids of each hand-over to the stream, from now on."""
+    seen, deliver = [], stream.deliver
+
+    def watched(events):
+        seen.append(tuple(token for event in events for token in event.token_ids))
+        return deliver(events)
+
+    stream.deliver = watched
+    return seen
+
+
+class _Stepped(FakeEngine):
+    """Begins when `num_streams` requests are there; a step takes a second of its clock."""
+
+    def __init__(self, num_streams: int, step_s: float = 1.0):
+        super().__init__()
+        self.num_streams = num_streams
+        self.clock = lambda: self.num_steps * step_s
+
+    def step(self):
+        return super().step() if len(self.log) >= self.num_streams else []
+
+
+def test_streams_take_turns_beyond_the_limit_and_first_and_last_tokens_never_wait():
+    async def test(thread, engine):
+        streams = [thread.submit(_request(name, max_tokens=6)) for name in "ab"]
+        seen = [_deliveries(stream) for stream in streams]
+        assert [(await stream.take_all())[0].text for stream in streams] == ["bcdefg"] * 2
+        assert seen[0] == [(98,), (99,), (100,), (101, 102), (103,)]
+        assert seen[1] == [(98,), (99,), (100, 101), (102, 103)]
+
+    _run(test, _Stepped(2), max_messages_per_s=1)
+
+
+def test_an_answer_of_one_token_waits_for_no_turn():
+    async def test(thread, engine):
+        streams = [thread.submit(_request("long", max_tokens=9)), thread.submit(_request("short", max_tokens=1))]
+        seen = [_deliveries(stream) for stream in streams]
+        assert [(await stream.take_all())[0].text for stream in streams] == ["bcdefghij", "b"]
+        assert seen == [[(98,), (99,), (100, 101, 102, 103, 104, 105, 106)], [(98,)]]
+
+    _run(test, _Stepped(2, step_s=0.0), max_messages_per_s=1)
+
+
+def test_what_waits_for_its_turn_is_handed_over_before_the_thread_sleeps():
+    class Pausing(_Stepped):
+        def wake_s(self):
+            return self.clock() + 1e6 if self.num_steps == 5 else None
+
+    async def test(thread, engine):
+        stream = thread.submit(_request(max_tokens=9))
+        seen = _deliveries(stream)
+        await until(lambda: sum(map(len, seen)) == 5)
+        assert seen == [(98,), (99,), (100, 101, 102)]
+        thread.cancel(stream)
+        await stream.closed.wait()
+
+    _run(test, Pausing(1, step_s=0.0), max_messages_per_s=1)
+
+
+def test_an_abort_hands_over_what_waited():
+    async def test(thread, engine):
+        stream = thread.submit(_request(max_tokens=4000))
+        await until(lambda: engine.num_steps > 10)
+        assert await thread.abort("x")
+        (event,) = await stream.take_all()
+        assert event.finish_reason is FinishReason.ABORT and event.num_output_tokens > 10
+        assert event.token_ids == tuple((98 + i) % 256 for i in range(event.num_output_tokens))
+
+    _run(test, _Paced(1, step_s=0.0), max_messages_per_s=1)
+
+
+def test_a_cancel_drops_what_waited_and_the_id_can_be_used_again():
+    async def test(thread, engine):
+        first = thread.submit(_request(max_tokens=4000))
+        await until(lambda: engine.num_steps > 10)
+        thread.cancel(first)
+        await first.closed.wait()
+        assert not engine.has_work()
+        second = thread.submit(_request(max_tokens=5))
+        assert (await second.take_all())[0].text == "bcdef"
+
+    _run(test, _Paced(1, step_s=0.0), max_messages_per_s=1)
+
+
+class _Paced(_Stepped):
+    """A step takes a millisecond too, so that a long answer is still running when the test acts."""
+
+    def step(self):
+        self.gate.clear()
+        self.gate.wait(0.001)
+        self.gate.set()
+        return super().step()
 
 
 def test_what_is_unread_is_merged_and_bounded():

@@ -1,5 +1,7 @@
 """Generate over a real channel: texts, ids, counts, stops and refusals."""
 
+import asyncio
+
 import pytest
 
 from dsjax.request import MAX_LOGPROBS
@@ -47,6 +49,23 @@ def test_streamed_text_is_unary_text_is_decode_of_ids(interval):
             assert [output.finish_reason for output in streamed[:-1]] == [0] * (len(streamed) - 1)
 
     run(test)
+
+
+def test_streams_that_share_messages_say_the_same():
+    async def one(h: Harness, number: int):
+        length = 1 + number % 7
+        messages = await collect(h.stub.Generate(request([number, number], max_tokens=length, ignore_eos=True, n=2)))
+        for index in (0, 1):
+            outputs = [o for m in messages for o in m.outputs if o.index == index]
+            assert [i for o in outputs for i in o.token_ids] == [(number + 1 + i) % 256 for i in range(length)]
+            assert [o.finish_reason for o in outputs][-1] == pb.FINISH_REASON_LENGTH
+            assert outputs[-1].completion_tokens == length
+
+    async def test(h: Harness):
+        await asyncio.gather(*(one(h, number) for number in range(100)))
+        await h.idle()
+
+    run(test, FakeEngine(max_num_seqs=30, max_num_waiting=100), max_messages_per_s=1)
 
 
 def test_n_answers_in_one_unary_message_and_counted_together():

@@ -12,7 +12,7 @@ from servers.streams import EventStream
 
 def test_results_expire_job_ttl_s_after_the_end_of_their_jobs():
     class Thread:
-        def submit(self, request, *, max_unread_tokens, keeper):
+        def submit(self, request, *, interval, max_unread_tokens, keeper):
             return EventStream(request, max_unread_tokens=max_unread_tokens, keeper=keeper)
 
     async def test():

@@ -90,7 +90,8 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Completes a prompt. With `stream` a message follows each step that added tokens; without it there is exactly one.
+        """Completes a prompt. With `stream` a message follows each step that added tokens, or under load several (the server's
+        max_messages_per_s), the first and the last token always at once; without it there is exactly one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
