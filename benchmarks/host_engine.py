@@ -99,7 +99,7 @@ def prepare(engine: Engine, num_steps: int) -> None:
     """Makes the answers of so many steps of the buckets seen so far: on a device that is not the host's work."""
     assert isinstance(engine.runner, HostRunner)
     for bucket, answers in engine.runner.answers.items():
-        answers += [_answer(bucket) for _ in range(num_steps - len(answers))]
+        answers += jax.block_until_ready([_answer(bucket) for _ in range(num_steps - len(answers))])
 
 
 class Parts:
