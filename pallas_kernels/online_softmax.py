@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import collectives
 
+FEW_QUERIES = 32
 _FLOOR = -1e30  # instead of -inf, so that a query without any key yet gives weights 0, not NaN
 
 
@@ -28,7 +29,7 @@ def start(queries: jax.Array) -> Running:
 
 def update(run: Running, queries: jax.Array, keys: jax.Array, mask: jax.Array, scale: float) -> Running:
     """Adds keys [NB, K, H] (they are the values too; finite where masked) under mask [NB, M, K]."""
-    logits = jnp.einsum("bmh,bkh->bmk", queries, keys, preferred_element_type=jnp.float32) * scale
+    logits = _products(queries, keys) * scale
     logits = jnp.where(mask, logits, -jnp.inf)
     maximum = jnp.maximum(run.maximum, jnp.max(logits, axis=-1, keepdims=True))
     weights = jnp.exp(logits - maximum)
@@ -39,6 +40,14 @@ def update(run: Running, queries: jax.Array, keys: jax.Array, mask: jax.Array, s
         run.denominator * decay + jnp.sum(weights, axis=-1, keepdims=True),
         run.total * decay + total,
     )
+
+
+def _products(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """[NB, M, K] float32. For a decode step's few queries the keys come first: XLA's CPU repacks the second operand."""
+    if queries.shape[1] > FEW_QUERIES:
+        return jnp.einsum("bmh,bkh->bmk", queries, keys, preferred_element_type=jnp.float32)
+    products = jnp.einsum("bkh,bmh->bkm", keys, queries, preferred_element_type=jnp.float32)
+    return jax.lax.optimization_barrier(products).transpose(0, 2, 1)
 
 
 def merge(run: Running, axis: str, scatter: bool) -> Running:

@@ -6,23 +6,20 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dsjax.axes import SHARD
 from dsjax.config import ModelConfig
 from dsjax.model.exchange import exchange
 from dsjax.model.param import HIGHEST, Buffer, Linear, constant, normal, weight, widen
 from pallas_kernels import collectives
-from pallas_kernels.grouped_matmul import group_tiles, grouped_matmul
+from pallas_kernels.expert_ffn import Apart, Matrices, apart_pays, clamped_swiglu, expert_ffn
 from pallas_kernels.target import CPU, Target
 
 
-def clamped_swiglu(gate_up: jax.Array, limit: float) -> jax.Array:
-    """[..., 2F] (gate, then up) -> [..., F], float32; the gate is clamped above only; limit 0 is no clamp."""
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    if limit:
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return jax.nn.silu(gate) * up
+MAX_APART = 64  # experts
 
 
 class Gate(nnx.Module):
@@ -86,28 +83,47 @@ class Experts(nnx.Module):
     @property
     def num_local(self) -> int:
         """Experts on this device."""
-        return self.w13.shape[-3]
+        return len(self.w13) if isinstance(self.w13, nnx.List) else self.w13.shape[-3]
+
+    def can_be_apart(self, num_tokens: int) -> bool:
+        """Whether a CPU is faster with `apart` for a step of so many tokens. Many experts would be many branches."""
+        num, k = self.config.n_routed_experts, self.config.num_experts_per_tok
+        plain = self.w13_scale is None and self.w13.ndim == 3 and self.num_local == num
+        return plain and num <= MAX_APART and apart_pays(num_tokens * k, num, self.w13.dtype)
+
+    def take_apart(self) -> None:
+        """Makes each expert's matrices arrays of their own, which lie where they did in the stack: on a CPU, nothing is
+        copied. The other forms then cannot be had."""
+        for name in ("w13", "w2"):
+            stack = getattr(self, name)[...]
+            of_host, sharding = np.asarray(stack), NamedSharding(stack.sharding.mesh, PartitionSpec())
+            delattr(self, name)
+            views = [nnx.Param(jax.device_put(view, sharding)) for view in of_host]
+            setattr(self, name, nnx.List(views))
 
     def grouped(self, x: jax.Array, experts: jax.Array, weights: jax.Array, target: Target = CPU) -> jax.Array:
-        """Only the chosen experts of this device, tokens sorted by expert; expert `num_local` is none and makes no
-        work. -> [T, D] float32, a part of the sum where other devices have other experts or slices of them."""
-        num_rows, k = experts.shape
-        num_devices = self.config.n_routed_experts // self.num_local
-        tiles = group_tiles(experts, self.num_local, num_devices, target)
-        tiles = tiles._replace(group=tiles.group + self.round * self.num_local)
-        rows = jnp.take(x, tiles.source // k, axis=0, mode="fill", fill_value=0)  # [P, D]
+        """Only the chosen experts of this device; expert `num_local` is none and makes no work. -> [T, D] float32, a
+        part of the sum where other devices have other experts or slices of them."""
+        return expert_ffn(
+            x,
+            experts,
+            weights,
+            self._matrices(),
+            self.num_local,
+            first=self.round * self.num_local,
+            num_devices=self.config.n_routed_experts // self.num_local,
+            limit=self.config.swiglu_limit,
+            target=target,
+        )
 
-        def of_rounds(stack: nnx.Variable) -> jax.Array:
-            return stack[...].reshape(-1, *stack.shape[-2:])
+    def _matrices(self) -> Matrices | Apart:
+        if isinstance(self.w13, nnx.List):
+            return Apart(*(tuple(w[...] for w in matrices) for matrices in (self.w13, self.w2)))
 
-        def multiply(x: jax.Array, weights: nnx.Variable, scale: nnx.Variable | None) -> jax.Array:
-            scales = None if scale is None else of_rounds(scale)
-            return grouped_matmul(x, of_rounds(weights), tiles, scales, target)
+        def of_rounds(stack: nnx.Variable | None) -> jax.Array | None:
+            return None if stack is None else stack[...].reshape(-1, *stack.shape[-2:])
 
-        hidden = clamped_swiglu(multiply(rows, self.w13, self.w13_scale), self.config.swiglu_limit)
-        out = multiply(hidden.astype(x.dtype), self.w2, self.w2_scale)  # [P, D] float32
-        out = jnp.take(out, tiles.destination, axis=0, mode="fill", fill_value=0).reshape(num_rows, k, -1)
-        return jnp.sum(out * weights[..., None], axis=1)
+        return Matrices(*map(of_rounds, (self.w13, self.w2, self.w13_scale, self.w2_scale)))  # type: ignore[arg-type]
 
 
 class SharedExpert(nnx.Module):

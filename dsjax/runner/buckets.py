@@ -46,7 +46,7 @@ class Buckets:
 
     def __init__(self, config: SchedulerConfig, min_rows: int = 1):
         """`min_rows` > 1 where a one-row matmul is slow: bfloat16 on XLA's CPU takes a scalar path."""
-        self.decode = [Bucket(rows, rows, 1) for rows in _ladder(min_rows, max(config.max_num_seqs, min_rows), 4)]
+        self.decode = [Bucket(rows, rows, 1) for rows in _ladder(min_rows, max(config.max_num_seqs, min_rows), 2)]
         self.mixed = sorted(
             Bucket(tokens, rows, min(BLOCK_QUERIES, tokens))
             for tokens in _ladder(min(16, config.max_num_batched_tokens), config.max_num_batched_tokens, 4)

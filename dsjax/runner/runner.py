@@ -23,6 +23,7 @@ from dsjax.cache.moves import Arrays, BlobKey
 from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.cache.state import CacheState
 from dsjax.config import ModelConfig, SchedulerConfig
+from dsjax.model.build import with_experts_apart
 from dsjax.runner import sampling, step
 from dsjax.runner.batch import Layout, pack
 from dsjax.runner.buckets import Bucket, Buckets
@@ -72,7 +73,7 @@ class Runner:
         on_launch: Callable[[Program, Sequence[np.ndarray]], None] | None = None,
         on_read: Callable[[DeviceOutput], None] | None = None,
     ):
-        self.config, self.spec, self.graph, self.params, self.mesh = config, spec, graph, params, mesh
+        self.config, self.spec, self.params, self.mesh = config, spec, params, mesh
         self.active, self.num_microbatches = active, num_microbatches
         self.all_logits, self.fail_on_recompile = all_logits, fail_on_recompile
         self.on_launch, self.on_read = on_launch, on_read
@@ -90,6 +91,7 @@ class Runner:
         self.transfers = Transfers(spec, mesh, host_cache_dtype) if host_cache_dtype else None
         self._arriving = Arriving()
         self._slot_params = [SlotParams(spec.num_slots) for _ in range(self.num_shards)]
+        self._models = self._models_by_bucket(graph, params, abstract)
         self._layouts = {bucket: Layout(bucket, spec) for bucket in self.buckets}
         self._programs: dict[Program, jax.stages.Compiled] = {}
         self._warm = False
@@ -97,6 +99,19 @@ class Runner:
     @property
     def num_shards(self) -> int:
         return self.mesh.shape[DATA]
+
+    def _models_by_bucket(
+        self, graph: nnx.GraphDef, params: nnx.State, abstract: bool
+    ) -> dict[Bucket, tuple[nnx.GraphDef, nnx.State]]:
+        """The model each step takes: on one CPU device its experts are apart where that is faster."""
+        models = dict.fromkeys(self.buckets, (graph, params))
+        blocks = nnx.merge(graph, params).blocks()
+        if self.target.platform != "cpu" or self.mesh.size > 1 or abstract or not blocks:
+            return models
+        some = [bucket for bucket in self.buckets if blocks[0].ffn.experts.can_be_apart(bucket.num_tokens)]
+        if some:
+            models |= dict.fromkeys(some, with_experts_apart(graph, params))
+        return models
 
     # --- compiling -----------------------------------------------------------------------------
 
@@ -139,10 +154,11 @@ class Runner:
         pages = tuple(self.num_pages.items())
         if isinstance(key, Bucket):
             layout, m = self._layouts[key], self.num_microbatches
-            static = step.StepConfig(self.graph, layout, pages, self.active, self.all_logits, self.target)
+            graph, params = self._models[key]
+            static = step.StepConfig(graph, layout, pages, self.active, self.all_logits, self.target)
             function = functools.partial(step.step, static)
             sent = self._sent(jnp.int32, m, layout.num_ints), self._sent(jnp.float32, m, layout.num_floats)
-            return self._lower(function, (self.params,), (self.cache, self.slots), sent, with_output=True)
+            return self._lower(function, (params,), (self.cache, self.slots), sent, with_output=True)
         if isinstance(key, int):
             kinds = self.copy_kinds
             function = functools.partial(step.copy_pages, pages, self.spec.num_state_slots, kinds=kinds)
@@ -239,7 +255,7 @@ class Runner:
             return None
         sent = self._to_devices(arrays)
         if isinstance(key, Bucket):
-            self.cache, self.slots, output = program(self.params, self.cache, self.slots, *sent)
+            self.cache, self.slots, output = program(self._models[key][1], self.cache, self.slots, *sent)
             return output
         if isinstance(key, int):
             self.cache = program(self.cache, *sent)

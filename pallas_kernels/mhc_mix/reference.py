@@ -18,8 +18,13 @@ def coefficients(fn: jax.Array, streams: jax.Array, eps: float) -> jax.Array:
     num_streams, _, width = streams.shape
     x = streams.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x * x, axis=(0, 2)) + eps)  # [T]
-    z = jnp.einsum("nsd,std->nt", fn.reshape(-1, num_streams, width), x, precision=_HIGHEST)
-    return z * scale
+    if x.shape[1] == 1:
+        return jnp.dot(fn, x.reshape(-1, 1), precision=_HIGHEST) * scale
+    # A product a stream: one over both axes makes XLA's CPU transpose the streams first. The barrier keeps it from
+    # making that of the sum again.
+    by_stream = fn.reshape(-1, num_streams, width).transpose(1, 2, 0)
+    parts = jax.lax.optimization_barrier(jnp.einsum("std,sdn->stn", x, by_stream, precision=_HIGHEST))
+    return sum(parts[1:], parts[0]).T * scale
 
 
 def sinkhorn(c: jax.Array, iters: int, eps: float) -> jax.Array:
