@@ -89,7 +89,7 @@ class Experts(nnx.Module):
         """Whether a CPU is faster with `apart` for a step of so many tokens. Many experts would be many branches."""
         num, k = self.config.n_routed_experts, self.config.num_experts_per_tok
         plain = self.w13_scale is None and self.w13.ndim == 3 and self.num_local == num
-        return plain and num <= MAX_APART and apart_pays(num_tokens * k, num, self.w13.dtype)
+        return plain and num <= MAX_APART and apart_pays(num_tokens * k, num)
 
     def take_apart(self) -> None:
         """Makes each expert's matrices arrays of their own, which lie where they did in the stack: on a CPU, nothing is

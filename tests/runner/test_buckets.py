@@ -15,21 +15,21 @@ def grid(max_num_seqs, budget, min_rows=1):
 
 def test_the_grid_of_the_defaults():
     buckets = grid(16, 256)
-    assert [b.num_rows for b in buckets.decode] == [1, 4, 16]
+    assert [b.num_rows for b in buckets.decode] == [1, 2, 4, 8, 16]
     assert all(b.num_tokens == b.num_rows and b.is_decode for b in buckets.decode)
     assert buckets.mixed == [Bucket(t, 16, 16) for t in (16, 64, 256)]
-    assert len(buckets) == len(list(buckets)) == 6
+    assert len(buckets) == len(list(buckets)) == 8
 
 
 def test_many_rows_make_buckets_of_few_rows_too():
     buckets = grid(32, 256)
-    assert [b.num_rows for b in buckets.decode] == [1, 4, 16, 32]
+    assert [b.num_rows for b in buckets.decode] == [1, 2, 4, 8, 16, 32]
     assert buckets.mixed == [Bucket(t, r, 16) for t, r in ((16, 8), (16, 16), (64, 8), (64, 32), (256, 8), (256, 32))]
 
 
 def test_small_limits_make_small_grids():
     assert list(grid(1, 1)) == [Bucket(1, 1, 1), Bucket(1, 1, 1)]
-    assert list(grid(3, 5)) == [Bucket(1, 1, 1), Bucket(3, 3, 1), Bucket(5, 3, 5)]
+    assert list(grid(3, 5)) == [Bucket(1, 1, 1), Bucket(2, 2, 1), Bucket(3, 3, 1), Bucket(5, 3, 5)]
     assert grid(1, 8, min_rows=2).decode == [Bucket(2, 2, 1)]
 
 
