@@ -22,10 +22,10 @@ from absl import flags
 from tqdm import tqdm
 
 from benchmarks.machine import describe
+from benchmarks.steps import make_row
 from dsjax.cache.manager import CacheManager
 from dsjax.config import CacheConfig, LayerKind, ModelConfig, ParallelConfig, SchedulerConfig
-from dsjax.request import Request, SamplingParams
-from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
+from dsjax.scheduler.plan import ShardPlan, StepPlan
 from servers import flags as server_flags
 
 PROGRAM = "benchmarks.kv_split"
@@ -89,7 +89,8 @@ def measure(parts: int, context: int, num_rows: int, repeat: int) -> Measured:
     weights = flat_params(Transformer(config, nnx.Rngs(0), np.dtype("float32")))
     runner, _ = make_runner(config, lambda *_: weights, cache=cache, scheduler=scheduler, parallel=parallel)
     manager = CacheManager(runner.spec)
-    plan = StepPlan(shards=(ShardPlan(rows=[_row(manager, i, context) for i in range(num_rows)]),))
+    rows = [make_row(manager, i, context, 1, config.vocab_size) for i in range(num_rows)]
+    plan = StepPlan(shards=(ShardPlan(rows=rows),))
     times = []
     for _ in range(repeat + 2):
         start = time.perf_counter()
@@ -110,31 +111,6 @@ def measure(parts: int, context: int, num_rows: int, repeat: int) -> Measured:
         step_ms_range=(min(times), max(times)),
         sent_bytes_a_device=sum(c.sent_bytes for c in found),
         num_collectives=sum(c.times for c in found),
-    )
-
-
-def _row(cache: CacheManager, number: int, context: int) -> RowPlan:
-    """A decode row whose pages for `context` tokens are there."""
-    request = Request(
-        request_id=f"r{number}",
-        prompt_token_ids=[1 + number] * (context + 1),
-        params=SamplingParams(temperature=0, max_tokens=8),
-        token_ids=[1 + number] * (context + 1),
-    )
-    chunk = cache.spec.max_chunk_tokens
-    if cache.admit(request.request_id, request.token_ids, "", False, chunk) is None:
-        raise AssertionError("the cache was sized for these requests")
-    for end in (*range(chunk, context, chunk), context, context + 1):
-        if not cache.extend(request.request_id, end):
-            raise AssertionError("the cache was sized for these requests")
-        cache.computed(request.request_id, request.token_ids, min(end, context))
-    return RowPlan(
-        request=request,
-        cache=cache.request(request.request_id),
-        start=context,
-        num_new=1,
-        samples=True,
-        first_of_stay=True,
     )
 
 

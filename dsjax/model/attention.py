@@ -64,9 +64,11 @@ class Attention(nnx.Module):
     def output(self, o: jax.Array, table: CosSin) -> jax.Array:
         """o [T, N, H], in the keys' rotation -> [T, D]: undoes the query position's rotation, then projects."""
         cos, sin = table
-        o = rotate(o, (cos[:, None], sin[:, None]), inverse=True)
         num_groups = self.wo_a.kernel.shape[0]
-        return collectives.psum(self.wo_b(self.wo_a(o.reshape(o.shape[0], num_groups, -1))), self.axes)
+        with jax.named_scope("projections"):
+            o = rotate(o, (cos[:, None], sin[:, None]), inverse=True)
+            out = self.wo_b(self.wo_a(o.reshape(o.shape[0], num_groups, -1)))
+        return collectives.psum(out, self.axes)
 
     def full(self, x: jax.Array, table: CosSin, tap=None) -> jax.Array:
         """x [S, D], one whole sequence from position 0 -> [S, D]."""

@@ -18,7 +18,6 @@ from pallas_kernels import collectives
 from pallas_kernels.expert_ffn import Apart, Matrices, apart_pays, clamped_swiglu, expert_ffn
 from pallas_kernels.target import CPU, Target
 
-
 MAX_APART = 64  # experts
 
 
@@ -152,7 +151,8 @@ class MoE(nnx.Module):
         self, x: jax.Array, token_ids: jax.Array, num_tokens: jax.Array | None, tap=None, target: Target = CPU
     ) -> jax.Array:
         """x [T, D] -> [T, D]. `num_tokens` None takes the differentiable form; else rows past it are padding."""
-        experts, weights = self.gate(x, token_ids)
+        with jax.named_scope("router"):
+            experts, weights = self.gate(x, token_ids)
         if tap is not None:
             tap("router_idx", experts)
             tap("router_w", weights)
@@ -163,4 +163,6 @@ class MoE(nnx.Module):
             experts = jnp.where(jnp.arange(x.shape[0])[:, None] < num_tokens, experts, num_experts)
             compute = functools.partial(self.experts.grouped, target=target)
             routed = exchange(x, experts, weights, num_experts, self.experts.num_local, compute)
-        return collectives.psum((routed + self.shared_experts(x)).astype(x.dtype), SHARD)
+        with jax.named_scope("shared"):
+            shared = self.shared_experts(x)
+        return collectives.psum((routed + shared).astype(x.dtype), SHARD)

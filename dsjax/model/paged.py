@@ -134,7 +134,8 @@ class _LayerStep:
     def attend(self, attn: Attention, x: jax.Array, table: CosSin) -> jax.Array:
         """x [T, D] normed -> [T, D]."""
         batch, config = self.batch, attn.config
-        c_q, q, kv = attn.project(x, table)
+        with jax.named_scope("projections"):
+            c_q, q, kv = attn.project(x, table)
         self._write(EntryKind.WINDOW, batch.window_slot, kv, self.layer)
         window = self._pages(EntryKind.WINDOW, self.layer)
         if KV in attn.axes:  # the cache is split, so each part is asked by the heads of all its devices
@@ -152,16 +153,17 @@ class _LayerStep:
             o = hca_attention(queries, batch.blocks, window, entries, attn.sink[...], ratio=ratio, **common)
         else:
             self._compress(attn.indexer.compressor, EntryKind.INDEX_KEY, x)
-            index_q, weights = attn.indexer.queries(x, c_q, table)
-            chosen = indexer_topk(
-                self._blocked(index_q),
-                self._blocked(weights),
-                batch.blocks,
-                self._pages(EntryKind.INDEX_KEY, self.nth),
-                ratio=ratio,
-                k=config.index_topk,
-                target=self.target,
-            )
+            with jax.named_scope("indexer"):
+                index_q, weights = attn.indexer.queries(x, c_q, table)
+                chosen = indexer_topk(
+                    self._blocked(index_q),
+                    self._blocked(weights),
+                    batch.blocks,
+                    self._pages(EntryKind.INDEX_KEY, self.nth),
+                    ratio=ratio,
+                    k=config.index_topk,
+                    target=self.target,
+                )
             if self.tap is not None:
                 self.tap("index_mask", chosen)
             o = csa_attention(queries, batch.blocks, window, entries, chosen, attn.sink[...], ratio=ratio, **common)
@@ -172,22 +174,24 @@ class _LayerStep:
         batch = self.batch
         table_kind = EntryKind.CSA if kind is EntryKind.INDEX_KEY else kind
         pieces = batch.pieces[table_kind]
-        values, logits = compressor.project(x, batch.positions)
+        with jax.named_scope("compressor"):
+            values, logits = compressor.project(x, batch.positions)
         states = self.cache.states[kind]
         num_slots = states.shape[0] // self._num_layers(kind)
-        entries, states = compress(
-            values,
-            logits,
-            pieces,
-            states,
-            batch.row_slot + self.nth * num_slots,
-            batch.row_position,
-            compressor.finishing(pieces.window),
-            ratio=compressor.ratio,
-            overlap=compressor.overlap,
-            dtype=x.dtype,
-            target=self.target,
-        )
+        with jax.named_scope("compressor"):
+            entries, states = compress(
+                values,
+                logits,
+                pieces,
+                states,
+                batch.row_slot + self.nth * num_slots,
+                batch.row_position,
+                compressor.finishing(pieces.window),
+                ratio=compressor.ratio,
+                overlap=compressor.overlap,
+                dtype=x.dtype,
+                target=self.target,
+            )
         self.cache = self.cache._replace(states={**self.cache.states, kind: states})
         self._write(kind, pieces.entry_slot, entries, self.nth)
         if self.tap is not None and kind is not EntryKind.INDEX_KEY:

@@ -46,20 +46,25 @@ class Block(nnx.Module):
         tap: Tap | None = None,
         target: Target = CPU,
     ) -> jax.Array:
-        x, post, comb = self.hc_attn.read(streams, target)
+        with jax.named_scope("mhc"):
+            x, post, comb = self.hc_attn.read(streams, target)
         x = self.attn_norm(x)
-        out = attend(x)
+        with jax.named_scope("attention"):
+            out = attend(x)
         if tap is not None:
             tap("attn_in", x)
             tap("attn_out", out)
-        streams = self.hc_attn.write(streams, out, post, comb, target)
-        x, post, comb = self.hc_ffn.read(streams, target)
+        with jax.named_scope("mhc"):
+            streams = self.hc_attn.write(streams, out, post, comb, target)
+            x, post, comb = self.hc_ffn.read(streams, target)
         x = self.ffn_norm(x)
-        out = self.ffn(x, token_ids, num_tokens, tap, target)
+        with jax.named_scope("experts"):
+            out = self.ffn(x, token_ids, num_tokens, tap, target)
         if tap is not None:
             tap("ffn_in", x)
             tap("ffn_out", out)
-        streams = self.hc_ffn.write(streams, out, post, comb, target)
+        with jax.named_scope("mhc"):
+            streams = self.hc_ffn.write(streams, out, post, comb, target)
         if tap is not None:
             tap("streams_out", streams.transpose(1, 0, 2))
         return streams

@@ -149,6 +149,10 @@ class Runner:
             self._programs[key] = self.lower(key).compile()
         return self._programs[key]
 
+    def program_text(self, key: Program) -> str:
+        """The compiled program, as XLA prints it."""
+        return self._program(key).as_text() or ""
+
     def lower(self, key: Program) -> jax.stages.Lowered:
         """A program as JAX lowered it; arrays need only be abstract."""
         pages = tuple(self.num_pages.items())

@@ -1,0 +1,216 @@
+"""Where a step's time goes: seconds of each part of the model, for decode steps and prompts of several sizes.
+
+    python -m benchmarks.step_profile
+    python -m benchmarks.step_profile --model=DIR --dtype=bfloat16 --cases=1x1,32x1,1x512,24x1+1x488 --ops=10
+
+A case is rows x tokens: 32x1 are 32 requests that decode with `--context` tokens behind them, 1x512 is a prompt;
+joined by "+" they are one step. Without --model the weights are random, of the model `bench-60m`. Times of the step are
+without a profiler; their parts come from its trace, by the named scopes of the model, scaled to that time. They are
+of the program's operations, which overlap little on a CPU; a fused operation counts where its last one belongs.
+"""
+
+from __future__ import annotations
+
+import collections
+import glob
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from tqdm import tqdm
+
+from benchmarks.machine import describe
+from benchmarks.steps import make_row
+from configs.models import MODELS
+from dsjax.cache.manager import CacheManager
+from dsjax.config import CacheConfig, ModelConfig, SchedulerConfig
+from dsjax.load import load_runner, make_runner, use_compile_cache
+from dsjax.runner.runner import Runner
+from dsjax.scheduler.plan import ShardPlan, StepPlan
+from servers import flags as server_flags
+
+PROGRAM = "benchmarks.step_profile"
+# scopes of the model's code, the innermost that is named in an operation's path counts
+PARTS = ("mhc", "projections", "compressor", "indexer", "attention", "router", "shared", "experts", "sample")
+OTHER = "other"
+TRACED_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Of one case."""
+
+    case: str
+    num_tokens: int
+    step_ms: float  # median
+    step_ms_range: tuple[float, float]
+    parts_ms: dict[str, float]
+    num_ops: int  # operations run in a step
+    top_ops: list[tuple[float, int, str]]  # ms, times, what
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.step_ms * 1e3
+
+
+def parse_case(case: str) -> list[tuple[int, int]]:
+    """ "24x1+1x488" -> [(24, 1), (1, 488)]. Raises ValueError."""
+    parts = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part) for part in case.split("+")]
+    if not all(parts):
+        raise ValueError(f"cases={case!r} must be ROWSxTOKENS, joined by +: 32x1, 1x512, 24x1+1x488")
+    return [(int(part[1]), int(part[2])) for part in parts if part]
+
+
+def part_of(op_name: str) -> str:
+    """The part of the model that an operation's path, as JAX names it, belongs to."""
+    return next((name for name in reversed(op_name.split("/")) if name in PARTS), OTHER)
+
+
+def measure(runner: Runner, case: str, context: int, seconds: float, num_ops: int = 0) -> Profile:
+    """Compiles and times a case, then traces it."""
+    manager = CacheManager(runner.spec)
+    sizes = [num_new for count, num_new in parse_case(case) for _ in range(count)]
+    vocab = runner.config.vocab_size
+    rows = [make_row(manager, i, context if n == 1 else 0, n, vocab) for i, n in enumerate(sizes)]
+    plan = StepPlan(shards=(ShardPlan(rows=rows),))
+
+    def step() -> float:
+        start = time.perf_counter()
+        runner.read(runner.dispatch(plan))
+        return (time.perf_counter() - start) * 1e3
+
+    for _ in range(3):  # the first compiles
+        step()
+    times = [step()]
+    while sum(times) < seconds * 1e3 or len(times) < 5:
+        times.append(step())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(TRACED_STEPS):
+                step()
+        bucket = runner.buckets.choose([sizes])
+        own_ns, count = _own_times(folder, text := runner.program_text(bucket))
+    op_names = dict(re.findall(r'%([\w.\-]+) = [^\n]*?op_name="([^"]*)"', text))
+    shapes = dict(re.findall(r"^\s*(?:ROOT )?%([\w.\-]+) = ([\w\[\],()]+)", text, re.MULTILINE))
+    parts: collections.Counter[str] = collections.Counter()
+    alike: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0])
+    for name, ns in own_ns.items():
+        path = op_names.get(name, "")
+        parts[part_of(path)] += ns
+        entry = alike[f"{re.sub(r'[.0-9]+$', '', name)} {shapes.get(name, '')} {'/'.join(path.split('/')[-3:])}"]
+        entry[0] += ns / TRACED_STEPS / 1e6
+        entry[1] += count[name] // TRACED_STEPS
+    total, median = sum(parts.values()), statistics.median(times)
+    top = sorted(((ms, int(num), what) for what, (ms, num) in alike.items()), reverse=True)[:num_ops]
+    return Profile(
+        case=case,
+        num_tokens=sum(sizes),
+        step_ms=median,
+        step_ms_range=(min(times), max(times)),
+        parts_ms={name: parts[name] / total * median for name in (*PARTS, OTHER)},
+        num_ops=sum(count.values()) // TRACED_STEPS,
+        top_ops=top,
+    )
+
+
+def _own_times(folder: str, text: str) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Nanoseconds that each operation of a program took itself, without those inside it, and how often it ran."""
+    known = set(re.findall(r"^\s*(?:ROOT )?%([\w.\-]+) = ", text, re.MULTILINE))
+    own: collections.Counter[str] = collections.Counter()
+    count: collections.Counter[str] = collections.Counter()
+    (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+    for plane in jax.profiler.ProfileData.from_file(file).planes:
+        for line in plane.lines:
+            events = sorted((e.start_ns, -e.duration_ns, e.name) for e in line.events if e.name in known)
+            inside: list[tuple[float, str]] = []  # ends and names of the operations around this one
+            for start, minus_duration, name in events:
+                while inside and inside[-1][0] <= start:
+                    inside.pop()
+                own[name] -= minus_duration
+                count[name] += 1
+                if inside:
+                    own[inside[-1][1]] += minus_duration
+                inside.append((start - minus_duration, name))
+    return own, count
+
+
+def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Parameters of a model, drawn anew."""
+    from flax import nnx
+
+    from dsjax.model.build import flat_params
+    from dsjax.model.transformer import Transformer
+
+    return flat_params(Transformer(config, nnx.Rngs(0), np.dtype("float32")))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return server_flags.run(PROGRAM, lambda: _main(sys.argv if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    values = flags.FlagValues()
+    flags.DEFINE_string("model", "", "checkpoint folder; without it random weights of bench-60m", flag_values=values)
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "weights and activations", flag_values=values)
+    flags.DEFINE_list("cases", ["1x1", "8x1", "32x1", "1x512", "1x2048"], "steps to profile", flag_values=values)
+    flags.DEFINE_integer("context", 460, "tokens behind a decoding row", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("seconds", 3.0, "how long to time a case", lower_bound=0.0, flag_values=values)
+    flags.DEFINE_integer("ops", 0, "operations to list, the slowest first", lower_bound=0, flag_values=values)
+    flags.DEFINE_string("compilation_cache_dir", "", "where compiled programs are kept", flag_values=values)
+    flags.DEFINE_string("output", "", "append a JSON line a case to this file", flag_values=values)
+    server_flags.parse(values, argv, f"python -m {PROGRAM} [--model=DIR] [--cases=32x1,1x512] [--output=FILE]")
+    cases = {case: parse_case(case) for case in values.cases}
+    use_compile_cache(values.compilation_cache_dir)
+    options: dict[str, Any] = {
+        "cache": CacheConfig(enable_prefix_caching=False),
+        "scheduler": SchedulerConfig(
+            max_num_seqs=max(sum(count for count, _ in rows) for rows in cases.values()),
+            max_num_batched_tokens=max(sum(count * num for count, num in rows) for rows in cases.values()),
+            max_model_len=max(values.context, *(num for rows in cases.values() for _, num in rows)) + 8,
+        ),
+        "dtype": values.dtype,
+    }
+    if values.model:
+        path = Path(values.model)
+        runner, _ = load_runner(path, ModelConfig.from_dir(path), **options)
+    else:
+        config = MODELS["bench-60m"]()
+        weights = random_weights(config)
+        runner, _ = make_runner(config, lambda *_: weights, **options)
+    profiles = [measure(runner, case, values.context, values.seconds, values.ops) for case in tqdm(cases, desc="cases")]
+    print(_table(profiles))
+    if values.output:
+        about = {**describe(), "model": values.model or "bench-60m, random", "dtype": values.dtype}
+        with open(values.output, "a", encoding="utf-8") as file:
+            for profile in profiles:
+                file.write(json.dumps({**about, "context": values.context, **asdict(profile)}) + "\n")
+    return 0
+
+
+def _table(profiles: Sequence[Profile]) -> str:
+    """Milliseconds of each part, a column a case."""
+    lines = [f"{'ms':14}" + "".join(f"{p.case:>16}" for p in profiles)]
+    for name in (*PARTS, OTHER):
+        lines.append(f"{name:14}" + "".join(f"{p.parts_ms[name]:16.2f}" for p in profiles))
+    lines.append(f"{'step':14}" + "".join(f"{p.step_ms:16.2f}" for p in profiles))
+    spread = [f"{p.step_ms_range[0]:.1f}-{p.step_ms_range[1]:.1f}" for p in profiles]
+    lines.append(f"{'':14}" + "".join(f"{text:>16}" for text in spread))
+    lines.append(f"{'tokens/s':14}" + "".join(f"{p.tokens_per_s:16.0f}" for p in profiles))
+    lines.append(f"{'operations':14}" + "".join(f"{p.num_ops:16d}" for p in profiles))
+    for p in profiles:
+        lines += [f"{p.case}: {ms:8.3f} ms {num:5d} x {what}" for ms, num, what in p.top_ops]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""What the profile of a step says adds up, and parts are found by the model's scopes."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.step_profile import PARTS, measure, parse_case, part_of, random_weights
+from configs.models import MODELS
+from dsjax.config import CacheConfig, SchedulerConfig
+from dsjax.load import make_runner
+
+
+def test_cases_are_rows_and_tokens():
+    assert parse_case("32x1") == [(32, 1)]
+    assert parse_case("24x1+1x488") == [(24, 1), (1, 488)]
+
+
+@pytest.mark.parametrize("case", ["", "32", "0x1", "1x0", "1x1+", "1x1x1"])
+def test_other_cases_are_refused(case):
+    with pytest.raises(ValueError, match="must be ROWSxTOKENS"):
+        parse_case(case)
+
+
+@pytest.mark.parametrize(
+    ("op_name", "part"),
+    [
+        ("jit(step)/layer3/attention/dot_general", "attention"),
+        ("jit(step)/layer3/attention/projections/mul", "projections"),
+        ("jit(step)/layer3/experts/router/while/body/add", "router"),
+        ("jit(step)/sample/reduce_max", "sample"),
+        ("jit(step)/layer3/mul", "other"),
+        ("", "other"),
+    ],
+)
+def test_the_innermost_scope_counts(op_name, part):
+    assert part_of(op_name) == part
+
+
+def test_a_profile_adds_up():
+    config = MODELS["tiny-mixed"]()
+    weights = random_weights(config)
+    scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64)
+    cache = CacheConfig(enable_prefix_caching=False, block_size=4)
+    runner, _ = make_runner(config, lambda *_: weights, cache=cache, scheduler=scheduler)
+    profile = measure(runner, "1x1+1x3", context=20, seconds=0.0, num_ops=3)
+    assert profile.num_tokens == 4
+    assert sum(profile.parts_ms.values()) == pytest.approx(profile.step_ms)
+    assert all(profile.parts_ms[name] > 0 for name in PARTS)  # the model has every kind of layer
+    low, high = profile.step_ms_range
+    assert low <= profile.step_ms <= high
+    assert len(profile.top_ops) == 3
+    assert profile.top_ops == sorted(profile.top_ops, reverse=True)
