@@ -105,12 +105,11 @@ class Runner:
     ) -> dict[Bucket, tuple[nnx.GraphDef, nnx.State]]:
         """The model each step takes: on one CPU device its experts are apart where that is faster."""
         models = dict.fromkeys(self.buckets, (graph, params))
-        blocks = nnx.merge(graph, params).blocks()
-        if self.target.platform != "cpu" or self.mesh.size > 1 or abstract or not blocks:
-            return models
-        some = [bucket for bucket in self.buckets if blocks[0].ffn.experts.can_be_apart(bucket.num_tokens)]
-        if some:
-            models |= dict.fromkeys(some, with_experts_apart(graph, params))
+        if self.target.platform == "cpu" and self.mesh.size == 1 and not abstract:
+            blocks = nnx.merge(graph, params).blocks()  # none where all layers are scanned
+            some = [b for b in self.buckets if blocks and blocks[0].ffn.experts.can_be_apart(b.num_tokens)]
+            if some:
+                models |= dict.fromkeys(some, with_experts_apart(graph, params))
         return models
 
     # --- compiling -----------------------------------------------------------------------------
