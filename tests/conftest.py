@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -28,10 +29,20 @@ def pytest_configure(config) -> None:
     JAX writes the cache's files not atomically, but takes a lock to read and write where their total has a limit.
     """
     folder = os.environ.get("DSJAX_TEST_COMPILE_CACHE") or str(config.cache.mkdir("xla"))
+    if not hasattr(config, "workerinput"):
+        _remove_incomplete(Path(folder))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(4 << 30)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def _remove_incomplete(folder: Path) -> None:
+    """A program without the time of its last use, which a killed run leaves, or one whose total had no limit: JAX then
+    fails to write any other."""
+    for program in folder.glob("*-cache"):
+        if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
+            program.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
