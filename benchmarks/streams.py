@@ -119,9 +119,10 @@ def _send(address: str, items: list[WorkItem], salt: str, max_concurrency: int |
 
 
 @contextlib.contextmanager
-def serving(serve_flags: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """(HOST:PORT, process id) of a warm server, which ends with the block. Raises ConfigError if it does not start."""
-    command = [sys.executable, "-m", "servers.main", "--port=0", "--grace_period_s=5", *serve_flags]
+def serving(serve_flags: Sequence[str], program: Sequence[str] = ("servers.main",)) -> Iterator[tuple[str, int]]:
+    """(HOST:PORT, process id) of a warm server, which ends with the block: `program` is its module and what comes
+    before the flags. Raises ConfigError if it does not start."""
+    command = [sys.executable, "-m", *program, "--port=0", "--grace_period_s=5", *serve_flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # its log goes to our stderr
         try:
             assert process.stdout is not None

@@ -13,11 +13,10 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from benchmarks import machine, streams_load
+from benchmarks import machine, streams, streams_load
 from benchmarks.streams_load import Load
 from dsjax.config import ModelConfig
 from dsjax.detokenizer import Detokenizer
-from dsjax.errors import ConfigError
 from dsjax.load import model_dir
 from dsjax.request import SamplingParams
 from dsjax.tokenizer import Tokenizer
@@ -37,7 +35,6 @@ from servers import flags as server_flags
 
 PROGRAM = "benchmarks.streams_cost"
 USAGE = f"python -m {PROGRAM} [--num_streams=1,300] [--duration_s=15] [-- FLAGS OF dsjax-serve]"
-READY = "dsjax-serve ready on "
 WARM_S = 5.0  # before what is measured: the load's ramp, and connections
 MODEL = "dsjax-nano"  # its tokenizer
 
@@ -114,7 +111,9 @@ def measure(
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients,
     ):
         log_path = Path(folder) / "log.json"
-        with serving(serve_flags, step_ms, log_path, num_streams) as (address, pid):
+        program = ["benchmarks.paced", f"--step_ms={step_ms}", f"--log={log_path}", "--", "--config=nano"]
+        program += [f"--max_num_seqs={num_streams}", "--max_num_batched_tokens=2048"]
+        with streams.serving(["--grace_period_s=0", *serve_flags], program) as (address, pid):  # it has then ended
             begin_s = time.monotonic() + WARM_S
             load = Load(
                 address=address,
@@ -186,24 +185,6 @@ def thread_times_s(pid: int) -> dict[int, float]:
         with contextlib.suppress(OSError):  # it has ended
             times[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
     return times
-
-
-@contextlib.contextmanager
-def serving(serve_flags: Sequence[str], step_ms: float, log_path: Path, num_streams: int) -> Iterator[tuple[str, int]]:
-    """(HOST:PORT, process id) of a paced server, which ends, and has written its log, with the block."""
-    command = [sys.executable, "-m", "benchmarks.paced", f"--step_ms={step_ms}", f"--log={log_path}", "--"]
-    command += ["--config=nano", "--port=0", "--grace_period_s=0", f"--max_num_seqs={num_streams}"]
-    command += ["--max_num_batched_tokens=2048", *serve_flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # its log goes to our stderr
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line.startswith(READY):
-                raise ConfigError(f"serve_flags={list(serve_flags)} start no server: see its log above")
-            yield line.removeprefix(READY).strip(), process.pid
-        finally:
-            process.terminate()
-            process.wait()
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class Experts(nnx.Module):
         return len(self.w13) if isinstance(self.w13, nnx.List) else self.w13.shape[-3]
 
     def can_be_apart(self, num_tokens: int) -> bool:
-        """Whether a CPU is faster with `apart` for a step of so many tokens. Many experts would be many branches."""
+        """Whether `take_apart` makes a step of so many tokens faster on a CPU. Many experts would be many branches."""
         num, k = self.config.n_routed_experts, self.config.num_experts_per_tok
         plain = self.w13_scale is None and self.w13.ndim == 3 and self.num_local == num
         return plain and num <= MAX_APART and apart_pays(num_tokens * k, num)

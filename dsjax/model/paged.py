@@ -174,11 +174,10 @@ class _LayerStep:
         batch = self.batch
         table_kind = EntryKind.CSA if kind is EntryKind.INDEX_KEY else kind
         pieces = batch.pieces[table_kind]
-        with jax.named_scope("compressor"):
-            values, logits = compressor.project(x, batch.positions)
         states = self.cache.states[kind]
         num_slots = states.shape[0] // self._num_layers(kind)
         with jax.named_scope("compressor"):
+            values, logits = compressor.project(x, batch.positions)
             entries, states = compress(
                 values,
                 logits,

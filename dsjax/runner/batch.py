@@ -258,7 +258,7 @@ def _pack_pieces(
     a[f"{name}.entry_slot"][span] = np.where(store, slot, NOWHERE)
     a[f"{name}.last_token"][span] = (tokens.first - start - 1)[row] + np.minimum(window_end, end[row])
     a[f"{name}.last_of_row"][: start.size] = pieces.first + (end - 1) // spec.ratio - first
-    position = tokens.counted + start[tokens.row]
+    position = a["positions"][: tokens.total]
     a[f"{name}.of_token"][: tokens.total] = (pieces.first - first)[tokens.row] + position // spec.ratio
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.expert_ffn.matrices import Apart, Matrices, clamped_swiglu
-from pallas_kernels.grouped_matmul import Tiles, group_tiles
+from pallas_kernels.grouped_matmul import Tiles, group_tiles, ranks
 
 
 def apart_pays(num_assignments: int, num_experts: int) -> bool:
@@ -55,8 +55,7 @@ def in_slots(
     (num_rows, k), num_experts = experts.shape, matrices.w13.shape[0]
     flat = experts.reshape(-1)
     slots = slots_of_expert(num_rows, flat.shape[0], num_experts * num_devices)
-    member = flat[:, None] == jnp.arange(num_experts)
-    rank = jnp.sum(jnp.where(member, jnp.cumsum(member, axis=0) - 1, 0), axis=1)
+    rank, _ = ranks(flat, num_experts)
     nowhere = num_experts * slots
     place = jnp.where((flat < num_experts) & (rank < slots), flat * slots + rank, nowhere)
     token = jnp.zeros((nowhere,), jnp.int32).at[place].set(jnp.arange(flat.shape[0], dtype=jnp.int32) // k, mode="drop")

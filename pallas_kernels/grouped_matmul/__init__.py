@@ -1,5 +1,5 @@
 """Rows sorted into groups, each group multiplied by its own matrix."""
 
-from pallas_kernels.grouped_matmul.api import Tiles, group_tiles, grouped_matmul
+from pallas_kernels.grouped_matmul.api import Tiles, group_tiles, grouped_matmul, ranks
 
-__all__ = ["Tiles", "group_tiles", "grouped_matmul"]
+__all__ = ["Tiles", "group_tiles", "grouped_matmul", "ranks"]

@@ -40,9 +40,8 @@ def group_tiles(
     num_assignments = rows * k
     tile_rows = tile_rows or tuning.tile_rows(target, num_assignments, num_groups * num_devices)
     flat = groups.reshape(-1)
-    member = flat[:, None] == jnp.arange(num_groups)  # [A, G]
-    rank = jnp.sum(jnp.where(member, jnp.cumsum(member, axis=0) - 1, 0), axis=1)
-    tiles_of_group = (jnp.sum(member, axis=0) + tile_rows - 1) // tile_rows  # [G]
+    rank, count = ranks(flat, num_groups)
+    tiles_of_group = (count + tile_rows - 1) // tile_rows  # [G]
     end = jnp.cumsum(tiles_of_group)
     max_tiles = min(num_assignments, num_assignments // tile_rows + num_groups)
     padded = max_tiles * tile_rows
@@ -52,6 +51,12 @@ def group_tiles(
     source = source.at[destination].set(jnp.arange(num_assignments, dtype=jnp.int32), mode="drop")
     group = jnp.sum(end[None, :] <= jnp.arange(max_tiles)[:, None], axis=1).astype(jnp.int32)
     return Tiles(source, destination, jnp.minimum(group, num_groups - 1), end[-1].astype(jnp.int32))
+
+
+def ranks(groups: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
+    """groups [A] -> how many before each have the same group, [A] (0 where it is `num_groups`), and the sizes [G]."""
+    member = groups[:, None] == jnp.arange(num_groups)  # [A, G]
+    return jnp.sum(jnp.where(member, jnp.cumsum(member, axis=0) - 1, 0), axis=1), jnp.sum(member, axis=0)
 
 
 def grouped_matmul(

@@ -35,21 +35,25 @@ def test_the_paced_engine_counts_up_and_logs_steps_and_first_tokens(tmp_path):
         assert begin_s <= read_s <= returned_s and returned_s in ends
 
 
+def load_of(h: Harness, num_streams: int, begin_s: float, seconds: float) -> Load:
+    return Load(
+        address=f"127.0.0.1:{h.server.port}",
+        vocab_size=256,
+        num_streams=num_streams,
+        output_len=5,
+        stream_interval=0,
+        begin_s=begin_s,
+        end_s=begin_s + seconds,
+    )
+
+
 @pytest.mark.parametrize("script", ["", "x"])
 def test_the_client_counts_and_checks_every_stream(monkeypatch, script):
     monkeypatch.setattr(streams_load, "RAMP_S", 0.0)
 
     async def test(h: Harness):
         now_s = time.monotonic()
-        load = Load(
-            address=f"127.0.0.1:{h.server.port}",
-            vocab_size=256,
-            num_streams=3,
-            output_len=5,
-            stream_interval=0,
-            begin_s=now_s,
-            end_s=now_s + 0.3,
-        )
+        load = load_of(h, num_streams=3, begin_s=now_s, seconds=0.3)
         counts = await asyncio.to_thread(streams_load.run, load)
         complete = counts["streams"] - 3  # at least: the last ones were cut short, perhaps before their first token
         assert 0 <= complete <= counts["messages"] <= counts["tokens"]
@@ -64,15 +68,7 @@ def test_the_client_counts_and_checks_every_stream(monkeypatch, script):
 def test_every_first_token_is_timed():
     async def test(h: Harness):
         begin_s = time.monotonic()
-        load = Load(
-            address=f"127.0.0.1:{h.server.port}",
-            vocab_size=256,
-            num_streams=0,
-            output_len=5,
-            stream_interval=0,
-            begin_s=begin_s,
-            end_s=begin_s + 0.2,
-        )
+        load = load_of(h, num_streams=0, begin_s=begin_s, seconds=0.2)
         times = await asyncio.to_thread(streams_load.time_first_tokens, load, "first-")
         assert list(times) == [f"first-{i}" for i in range(len(times))] and times
         assert {name for what, name in h.engine.log if what == "start"} == times.keys()
