@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -24,7 +25,7 @@ def coefficients(fn: jax.Array, streams: jax.Array, eps: float) -> jax.Array:
     # making that of the sum again.
     by_stream = fn.reshape(-1, num_streams, width).transpose(1, 2, 0)
     parts = jax.lax.optimization_barrier(jnp.einsum("std,sdn->stn", x, by_stream, precision=_HIGHEST))
-    return sum(parts[1:], parts[0]).T * scale
+    return functools.reduce(jnp.add, parts).T * scale
 
 
 def sinkhorn(c: jax.Array, iters: int, eps: float) -> jax.Array:
