@@ -121,6 +121,7 @@ def make_runner(
         num_mtp_layers=int(with_mtp),
         num_parts=parallel.kv_parallel,
         tiled=target.has_tpu_kernels,
+        as_bits=platform == "cpu",
     )
     form: Any = {
         "with_mtp": with_mtp,

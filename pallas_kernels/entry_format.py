@@ -3,7 +3,8 @@
 A page has one array of values and, where they are quantised, one of side words:
 
 latents (keys that are values too; the last `rope` of `width` channels are rotary and stay bfloat16 in any format)
-  float32, bfloat16   values [entries, width]
+  float32, bfloat16   values [entries, width]; on a CPU bfloat16's bits, uint16: XLA scatters into bfloat16 there by
+                      widening the whole pool and rounding it back
   int8, fp8           values uint8 [entries, width]: a code for each other channel (two's complement, E4M3), then the
                       high bytes of the rotary channels' bfloat16; side uint32 [entries, words]: the rotary channels'
                       low bytes (word j: channels j, j + rope/4, j + rope/2, j + 3 rope/4, from the low byte up), then
@@ -11,7 +12,7 @@ latents (keys that are values too; the last `rope` of `width` channels are rotar
                       g % 4 of word g // 4), as in the released checkpoints' caches. 592 bytes for 512 channels of which
                       64 are rotary; the release has 584, without the padding to 16 bytes.
 index keys (no rotary channels of their own: the release quantises all)
-  float32, bfloat16   values [entries, width]
+  float32, bfloat16   values [entries, width], the same way
   int8, fp8           values uint8 [entries, width], side uint32 [1, entries]: the entry's scale, a float32
   fp4                 values uint8 [entries, width / 2], E2M1 codes: channel c in the low four bits of byte c, channel
                       c + width / 2 in the high ones; side uint32 [1, entries]: byte g is the E8M0 scale of channels
@@ -48,11 +49,14 @@ class EntryFormat:
     name: str
     width: int
     rope: int = 0  # the last channels, that stay bfloat16; 0 for index keys
+    as_bits: bool = False  # of bfloat16: kept as uint16
 
     def __post_init__(self):
         if self.name not in (LATENT_FORMATS if self.rope else KEY_FORMATS):
             formats = LATENT_FORMATS if self.rope else KEY_FORMATS
             raise ValueError(f"a cache entry's format {self.name!r} must be one of {', '.join(formats)}")
+        if self.as_bits and self.name != "bfloat16":
+            raise ValueError(f"as_bits is for bfloat16, not for format {self.name}")
         if self.quantised and self.rope % 4:
             raise ValueError(f"format {self.name} keeps rotary channels in fours, which rope={self.rope} is not")
         if self.name == "fp4" and (self.width & (self.width - 1) or not FP4_GROUP <= self.width <= 4 * FP4_GROUP):
@@ -95,7 +99,7 @@ class EntryFormat:
         rows = (entries,)
         if not self.quantised:
             width = (self.width // LANES, LANES) if tiled and gathered else (self.width,)
-            return (((*rows, *width), self.name),)
+            return (((*rows, *width), "uint16" if self.as_bits else self.name),)
         if self.name == "fp4":
             values = (entries // 2, LANES) if tiled else (entries, self.width // 2)
         else:

@@ -50,7 +50,7 @@ class Pool:
         count, lead = self.entries_per_page, index.shape
         values = pages.values.reshape(*lead, count, -1) if self.format.name != "fp4" else pages.values
         if pages.side is None:
-            return values
+            return floats(values, self.format)
         side = pages.side
         if not self.format.rope:
             side = side.reshape(*lead, -1, 1)[..., :count, :]
@@ -63,7 +63,7 @@ class Pool:
         assert not self.tiled or not self.format.quantised
         flat = self.values.reshape(self._num_entries, -1).at[index].get(mode="clip")
         if self.side is None:
-            return flat
+            return floats(flat, self.format)
         words = self.side.reshape(self._num_entries, -1)
         return decode(flat, words.at[index].get(mode="clip"), self.format, dtype)
 
@@ -147,7 +147,8 @@ def _untile(values: jax.Array, side: jax.Array, form: EntryFormat, entries: int)
 def encode(entries: jax.Array, form: EntryFormat) -> tuple[jax.Array, jax.Array | None]:
     """entries [T, width], finite -> values [T, n] and side words [T, words] (None where values are floats)."""
     if form.name in PLAIN:
-        return entries.astype(form.name), None
+        values = entries.astype(form.name)
+        return jax.lax.bitcast_convert_type(values, jnp.uint16) if form.as_bits else values, None
     x = entries.astype(jnp.float32)
     if form.name == "fp4":
         return _encode_fp4(_rotate(x), form)
@@ -171,6 +172,11 @@ def encode(entries: jax.Array, form: EntryFormat) -> tuple[jax.Array, jax.Array 
     words = jax.lax.bitcast_convert_type(scale, jnp.uint32) if form.name == "int8" else _join_bytes(_in_fours(byte))
     side = jnp.concatenate([low, words], axis=1)
     return values, jnp.pad(side, ((0, 0), (0, form.side_words - side.shape[1])))
+
+
+def floats(values: jax.Array, form: EntryFormat) -> jax.Array:
+    """Values of a format that is not quantised, as numbers."""
+    return jax.lax.bitcast_convert_type(values, jnp.bfloat16) if form.as_bits else values
 
 
 def decode(values: jax.Array, side: jax.Array, form: EntryFormat, dtype: jnp.dtype) -> jax.Array:

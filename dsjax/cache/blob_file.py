@@ -27,8 +27,15 @@ from dsjax.cache.spec import EntryKind
 SUFFIX = ".safetensors"
 FORMAT = "dsjax prefix cache 1"
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
-_NAMES = {"float32": "F32", "bfloat16": "BF16", "uint8": "U8", "uint32": "U32", "int64": "I64"}
-_DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "U8": np.uint8, "U32": np.uint32, "I64": np.int64}
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "uint8": "U8", "uint16": "U16", "uint32": "U32", "int64": "I64"}
+_DTYPES = {
+    "F32": np.float32,
+    "BF16": ml_dtypes.bfloat16,
+    "U8": np.uint8,
+    "U16": np.uint16,
+    "U32": np.uint32,
+    "I64": np.int64,
+}
 
 
 class Damaged(Exception):

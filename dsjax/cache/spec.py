@@ -152,10 +152,12 @@ class CacheSpec:
         num_mtp_layers: int = 0,
         num_parts: int = 1,
         tiled: bool = False,
+        as_bits: bool = False,
     ) -> CacheSpec:
         """Sizes the pools of one data shard. `dtype` is the activations', which formats left to `auto` have.
         `num_mtp_layers` MTP blocks have window rows of their own, after the layers'. Each of `num_parts` devices holds
-        that part of every page's entries, `block_size` of them. Pages are `tiled` where a TPU's kernels read them.
+        that part of every page's entries, `block_size` of them. Pages are `tiled` where a TPU's kernels read them; bfloat16
+        is kept `as_bits` on a CPU, see `entry_format`.
 
         Without `num_gpu_blocks_override`: for `max_num_seqs` requests of `max_model_len` and `num_snapshots` snapshots,
         shrunk to `cache_memory_bytes`. Raises ConfigError when not even one request of some length fits, or a format
@@ -166,7 +168,7 @@ class CacheSpec:
         csa, hca = model.layer_kinds.count(LayerKind.CSA), model.layer_kinds.count(LayerKind.HCA)
         state_values = csa * 6 * (model.head_dim + model.index_head_dim) + hca * 3 * model.head_dim
         state_bytes = (scheduler.max_num_seqs + num_snapshots) * state_values * 4
-        kinds = _layouts(model, cache, dtype, num_mtp_layers, num_parts, tiled)
+        kinds = _layouts(model, cache, dtype, num_mtp_layers, num_parts, tiled, as_bits)
         pooled = {kind: layout for kind, layout in kinds.items() if kind is not EntryKind.INDEX_KEY}
         page_bytes = {kind: layout.page_bytes for kind, layout in pooled.items()}
         if EntryKind.CSA in kinds:  # a page has both
@@ -212,12 +214,18 @@ def _span_pages(num_rows: int, entries_per_page: int) -> int:
     return -(-(num_rows - 1) // entries_per_page) + 1
 
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "uint8": 1, "uint32": 4}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "uint8": 1, "uint16": 2, "uint32": 4}
 _Layouts = dict[EntryKind, KindSpec]
 
 
 def _layouts(
-    model: ModelConfig, cache: CacheConfig, dtype: str, num_mtp_layers: int, num_parts: int, tiled: bool
+    model: ModelConfig,
+    cache: CacheConfig,
+    dtype: str,
+    num_mtp_layers: int,
+    num_parts: int,
+    tiled: bool,
+    as_bits: bool,
 ) -> _Layouts:
     """The kinds that some layer has, each with one page still."""
     csa, hca = model.layer_kinds.count(LayerKind.CSA), model.layer_kinds.count(LayerKind.HCA)
@@ -226,7 +234,7 @@ def _layouts(
 
     def add(kind: EntryKind, layers: int, ratio: int, entries: int, window: int | None = None) -> None:
         if layers:
-            form = _format(kind, model, cache, dtype)
+            form = _format(kind, model, cache, dtype, as_bits)
             found[kind] = KindSpec(
                 kind=kind,
                 num_layers=layers,
@@ -247,12 +255,13 @@ def _layouts(
     return found
 
 
-def _format(kind: EntryKind, model: ModelConfig, cache: CacheConfig, dtype: str) -> EntryFormat:
+def _format(kind: EntryKind, model: ModelConfig, cache: CacheConfig, dtype: str, as_bits: bool) -> EntryFormat:
     name = cache.entry_format(kind.value, dtype)
+    as_bits = as_bits and name == "bfloat16"
     try:
         if kind is EntryKind.INDEX_KEY:
-            return EntryFormat(name, model.index_head_dim)
-        return EntryFormat(name, model.head_dim, model.qk_rope_head_dim)
+            return EntryFormat(name, model.index_head_dim, as_bits=as_bits)
+        return EntryFormat(name, model.head_dim, model.qk_rope_head_dim, as_bits)
     except ValueError as error:
         raise ConfigError(
             f"kv_cache_dtype={cache.kv_cache_dtype!r} does not fit this model's {kind.value} entries: {error}"

@@ -28,7 +28,7 @@ from dsjax.cache.state import CacheState
 from dsjax.errors import ConfigError
 from pallas_kernels.cache_write import NOWHERE
 from pallas_kernels.entry_format import EntryFormat
-from pallas_kernels.pool import Pool, decode, encode
+from pallas_kernels.pool import Pool, decode, encode, floats
 
 NUM_PAGES = 4  # of a kind and data shard that one call moves
 DOWNLOAD, UPLOAD = "download", "upload"
@@ -232,8 +232,9 @@ def _read(
     for item, form in zip(kept, forms or (None,) * len(kept), strict=True):
         arrays = tuple(map(take, jax.tree.leaves(item)))
         if form is not None:
+            assert isinstance(item, Pool)
             (page,) = arrays
-            values, side = encode(page.reshape(-1, form.width), form)
+            values, side = encode(floats(page, item.format).reshape(-1, form.width), form)
             assert side is not None
             # [n, layers, entries, ...], whether or not the pool's entries are in rows of lanes
             arrays = tuple(x.reshape(*page.shape[:3], -1) for x in (values, side))
@@ -261,8 +262,9 @@ def _write(
         else:
             assert isinstance(item, Pool)
             values, side = next(given), next(given)
+            plain = item.format
             entries = decode(
-                values.reshape(-1, values.shape[-1]), side.reshape(-1, side.shape[-1]), form, item.values.dtype
+                values.reshape(-1, values.shape[-1]), side.reshape(-1, side.shape[-1]), form, jnp.dtype(plain.name)
             )
-            out.append(dataclasses.replace(item, values=put(item.values, entries)))
+            out.append(dataclasses.replace(item, values=put(item.values, encode(entries, plain)[0])))
     return tuple(out)
