@@ -74,7 +74,7 @@ def tiny_weights() -> tuple[nnx.GraphDef, nnx.State]:
     return assemble(tiny_config(), tiny_params(), jnp.dtype("float32"), with_mtp=False)
 
 
-def new_runner(parallel: ParallelConfig | None = None) -> Runner:
+def new_runner(parallel: ParallelConfig | None = None, dtype: str = "float32") -> Runner:
     """A runner with nothing compiled, by default on the mesh that DSJAX_TEST_MESH names."""
     parallel = parallel or default_parallel()
     block_size = SMALL_CACHE["block_size"] // parallel.kv_parallel
@@ -86,6 +86,7 @@ def new_runner(parallel: ParallelConfig | None = None) -> Runner:
             max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS, max_model_len=MAX_MODEL_LEN
         ),
         parallel=parallel,
+        dtype=dtype,
         all_logits=True,
         fail_on_recompile=True,
         fill=math.nan,

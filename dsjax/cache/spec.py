@@ -156,8 +156,8 @@ class CacheSpec:
     ) -> CacheSpec:
         """Sizes the pools of one data shard. `dtype` is the activations', which formats left to `auto` have.
         `num_mtp_layers` MTP blocks have window rows of their own, after the layers'. Each of `num_parts` devices holds
-        that part of every page's entries, `block_size` of them. Pages are `tiled` where a TPU's kernels read them; bfloat16
-        is kept `as_bits` on a CPU, see `entry_format`.
+        that part of every page's entries, `block_size` of them. Pages are `tiled` where a TPU's kernels read them, and
+        bfloat16 is kept `as_bits` on a CPU, see `entry_format`.
 
         Without `num_gpu_blocks_override`: for `max_num_seqs` requests of `max_model_len` and `num_snapshots` snapshots,
         shrunk to `cache_memory_bytes`. Raises ConfigError when not even one request of some length fits, or a format

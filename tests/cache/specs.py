@@ -56,6 +56,7 @@ def cache_spec(
     dtype: str = "float32",
     num_parts: int = 1,
     tiled: bool = False,
+    as_bits: bool = False,
     **cache: str,
 ) -> CacheSpec:
     return CacheSpec.of(
@@ -75,4 +76,5 @@ def cache_spec(
         dtype,
         num_parts=num_parts,
         tiled=tiled,
+        as_bits=as_bits,
     )

@@ -24,6 +24,7 @@ KEY = BlobKey(EntryKind.CSA, 3, b"0123")
 ARRAYS = (
     np.arange(6, dtype=np.float32).reshape(2, 3),
     np.arange(4, dtype=ml_dtypes.bfloat16),
+    np.arange(5, dtype=np.uint16),
     np.arange(5, dtype=np.uint8),
     np.zeros((0, 2), np.uint32),
 )

@@ -11,11 +11,14 @@ import pytest
 from dsjax import quant
 from pallas_kernels.cache_write import NOWHERE, cache_write
 from pallas_kernels.entry_format import KEY_FORMATS, LATENT_FORMATS, EntryFormat
-from pallas_kernels.pool import PoolShape, decode, encode, hadamard, in_key_basis
+from pallas_kernels.pool import PoolShape, decode, encode, floats, hadamard, in_key_basis
 
 LATENTS = [EntryFormat(name, 512, 64) for name in LATENT_FORMATS]
 KEYS = [EntryFormat(name, 128) for name in KEY_FORMATS]
-BOTH = pytest.mark.parametrize("form", LATENTS + KEYS, ids=lambda f: f"{f.name}-{f.width}")
+AS_BITS = EntryFormat("bfloat16", 512, 64, as_bits=True)
+BOTH = pytest.mark.parametrize(
+    "form", [*LATENTS, *KEYS, AS_BITS], ids=lambda f: f"{f.name}-{f.width}" + "-bits" * f.as_bits
+)
 # Of the largest magnitude: half a step of a float's mantissa, of 127 steps, of E2M1's widest one (4 to 6, or 2 to 3).
 LIMIT = {"float32": 0, "bfloat16": 2**-8, "int8": 0.501 / 127, "fp8": 2**-4, "fp4": 1 / 4}
 ENTRIES = np.random.default_rng(0).normal(size=(70, 512)).astype(np.float32)
@@ -23,7 +26,7 @@ ENTRIES = np.random.default_rng(0).normal(size=(70, 512)).astype(np.float32)
 
 def _round_trip(entries: np.ndarray, form: EntryFormat) -> np.ndarray:
     values, side = encode(jnp.asarray(entries), form)
-    out = values if side is None else decode(values, side, form, jnp.float32)
+    out = floats(values, form) if side is None else decode(values, side, form, jnp.float32)
     return np.asarray(out, np.float32)
 
 
@@ -44,6 +47,16 @@ def test_bytes_of_an_entry():
         ((64, 128), "uint32"),
         ((11, 1, 128), "uint32"),
     )
+
+
+def test_bits_of_bfloat16_are_its_own():
+    assert AS_BITS.page_shapes(64) == (((64, 512), "uint16"),)
+    plain, _ = encode(jnp.asarray(ENTRIES), EntryFormat("bfloat16", 512, 64))
+    bits, _ = encode(jnp.asarray(ENTRIES), AS_BITS)
+    assert (np.asarray(bits) == np.asarray(plain).view(np.uint16)).all()
+    assert floats(plain, EntryFormat("bfloat16", 512, 64)) is plain
+    with pytest.raises(ValueError, match="not for format float32"):
+        EntryFormat("float32", 512, 64, as_bits=True)
 
 
 def test_fp8_is_the_release_s_rounding():

@@ -1,4 +1,4 @@
-"""What the compiled steps look like: the cache is updated in place, never copied."""
+"""What the compiled steps look like: the cache is updated in place, never copied nor widened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import jax
 import pytest
 
-from tests.tiny_model import DECODE, MIXED, tiny_runner
+from tests.tiny_model import DECODE, MIXED, new_runner, tiny_runner
 
 
 @pytest.mark.parametrize("bucket", [*DECODE, *MIXED], ids=str)
@@ -18,15 +18,30 @@ def test_no_step_copies_a_pool(bucket):
     compiled = runner._program(bucket)
     text = compiled.as_text()
     arrays = jax.tree.leaves(runner.cache)
-    for array in arrays:
-        # the pool itself, and its flat view [rows, width]
-        for shape in (array.shape, (math.prod(array.shape[:-1]), array.shape[-1])):
-            dims = ",".join(map(str, shape))
-            assert not re.findall(rf"f32\[{dims}\]\S* copy\(", text), f"{bucket} copies f32[{dims}]"
+    for dims in _dims(arrays):
+        assert not re.findall(rf"f32\[{dims}\]\S* copy\(", text), f"{bucket} copies f32[{dims}]"
     # every cache array and sampling table is an input that becomes an output
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
     assert aliases is not None
     assert aliases[1].count("may-alias") + aliases[1].count("must-alias") == len(arrays) + 3
+
+
+@pytest.mark.parametrize("bucket", [DECODE[1], *MIXED], ids=str)
+def test_no_step_widens_a_pool_of_bfloat16(bucket):
+    """XLA's CPU scatters into bfloat16 by converting all of it to float32 and back."""
+    runner = new_runner(dtype="bfloat16")
+    pools = jax.tree.leaves(runner.cache.pools)
+    assert {pool.dtype.name for pool in pools} == {"uint16"}
+    text = runner.lower(bucket).compile().as_text()
+    for dims in _dims(pools):
+        assert re.findall(rf"u16\[{dims}\]", text) and not re.findall(rf"b?f\d+\[{dims}\]", text)
+        assert not re.findall(rf"u16\[{dims}\]\S* copy\(", text), f"{bucket} copies u16[{dims}]"
+
+
+def _dims(arrays: list[jax.Array]) -> list[str]:
+    """Of the arrays themselves, and of their flat views [rows, width]."""
+    shapes = [shape for x in arrays for shape in (x.shape, (math.prod(x.shape[:-1]), x.shape[-1]))]
+    return [",".join(map(str, shape)) for shape in shapes]
 
 
 def test_a_program_that_does_copy_is_noticed():

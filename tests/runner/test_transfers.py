@@ -33,7 +33,9 @@ def filled(spec, mesh, seed: int) -> CacheState:
     rng = np.random.default_rng(seed)
 
     def new(x):
-        if jnp.issubdtype(x.dtype, jnp.floating):
+        if x.dtype == jnp.uint16:
+            values = rng.normal(size=x.shape).astype(jnp.bfloat16).view(np.uint16)
+        elif jnp.issubdtype(x.dtype, jnp.floating):
             values = rng.normal(size=x.shape).astype(x.dtype)
         else:
             values = rng.integers(0, 100, x.shape).astype(x.dtype)
@@ -129,10 +131,10 @@ def test_bits_go_down_and_up(mesh_name, form):
                     np.testing.assert_array_equal(got, array)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rounded_on_the_host(dtype):
+@pytest.mark.parametrize(("dtype", "as_bits"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_rounded_on_the_host(dtype, as_bits):
     """Within half a step of each entry's scale; rotary channels in bfloat16, STATE exactly."""
-    mesh, spec = parts("data:1", dtype=dtype)
+    mesh, spec = parts("data:1", dtype=dtype, as_bits=as_bits)
     transfers, cache = Transfers(spec, mesh, "int8"), filled(spec, mesh, 0)
     kinds = (*spec.pool_kinds, EntryKind.STATE)
     blobs = download(transfers, cache, [[Download(kind, 1, BlobKey(kind, 0, b"")) for kind in kinds]])
@@ -142,6 +144,7 @@ def test_rounded_on_the_host(dtype):
     for kind in kinds:
         pairs = zip(rows(spec, mesh, after, kind, 0, 2), rows(spec, mesh, before, kind, 0, 1), strict=True)
         for number, (got, want) in enumerate(pairs):
+            got, want = (x.view(jnp.bfloat16) if x.dtype == np.uint16 else x for x in (got, want))
             got, want = got.astype(np.float32), want.astype(np.float32)
             if kind is EntryKind.STATE:
                 np.testing.assert_array_equal(got, want)
