@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 PERCENTILES = (50, 90, 95, 99)
+PADDING = [f"num_{kind}_{what}_tokens" for kind in ("decode", "mixed") for what in ("bucket", "padded")]
 
 
 @dataclass(kw_only=True)
@@ -107,6 +108,16 @@ def max_concurrent(records: Sequence[Record]) -> int:
     return peak
 
 
+def padded_shares(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Padding in the steps between two readings of an engine's counters (`dsjax/runner/padding.py`), of their buckets'
+    tokens: of decode steps, of mixed ones and of all; 0 where there were none."""
+    grown = {name: after[name] - before[name] for name in PADDING}
+    bucket = {kind: grown[f"num_{kind}_bucket_tokens"] for kind in ("decode", "mixed")}
+    padded = {kind: grown[f"num_{kind}_padded_tokens"] for kind in bucket}
+    shares = {f"{kind}_padded_share": padded[kind] / max(1, bucket[kind]) for kind in bucket}
+    return {**shares, "padded_share": sum(padded.values()) / max(1, sum(bucket.values()))}
+
+
 def compare(records: Sequence[Record], reference: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """How many answers begin like, and are equal to, the reference tokens {id as text: ids}, of those it has."""
     known = [(r.token_ids, list(reference[str(r.id)])) for r in records if str(r.id) in reference]
@@ -133,6 +144,8 @@ def report(result: Mapping[str, Any]) -> str:
         ("Output token throughput (tok/s):", f"{result['output_throughput']:.2f}"),
         ("Total token throughput (tok/s):", f"{result['total_token_throughput']:.2f}"),
     ]
+    if "padded_share" in result:
+        rows.append(("Padding in the steps (decode; mixed):", _padding(result)))
     for name in ("ttft", "tpot", "itl", "e2el"):
         rows += [
             (f"{label} {name.upper()} (ms):", f"{result[f'{key}_{name}_ms']:.2f}")
@@ -142,3 +155,7 @@ def report(result: Mapping[str, Any]) -> str:
         rows.append(("First token = reference:", f"{result['match_first']} of {result['match_of']}"))
         rows.append(("All tokens = reference:", f"{result['match_all']} of {result['match_of']}"))
     return "\n".join(f"{label:<40}{value:>12}" for label, value in rows)
+
+
+def _padding(result: Mapping[str, Any]) -> str:
+    return f"{result['padded_share']:.1%} ({result['decode_padded_share']:.1%}; {result['mixed_padded_share']:.1%})"

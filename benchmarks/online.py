@@ -71,3 +71,9 @@ async def server_info(address: str) -> tuple[Any, Any]:
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = rpc.InferenceStub(channel)
         return await stub.GetServerInfo(pb.GetServerInfoRequest()), await stub.GetModelInfo(pb.GetModelInfoRequest())
+
+
+async def counters(address: str) -> dict[str, float]:
+    """Those of GetLoads of the server at `address`."""
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        return dict((await rpc.InferenceStub(channel).GetLoads(pb.GetLoadsRequest())).counters)

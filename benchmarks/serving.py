@@ -16,7 +16,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,6 +85,7 @@ class Target(Protocol):
 
     def send(self, items: Sequence[WorkItem], arrivals: list[float], salt: str, tick: Callable[[], object]) -> Sent: ...
     def cpu_s(self) -> float | None: ...
+    def counters(self) -> Mapping[str, Any]: ...  # of the engine, as GetLoads has them
 
 
 Sent = tuple[list[Record], float]
@@ -123,6 +125,9 @@ class Offline:
     def cpu_s(self) -> float | None:
         return time.process_time()
 
+    def counters(self) -> Mapping[str, Any]:
+        return asdict(self.engine.stats())
+
 
 class Grpc:
     """A running server."""
@@ -155,6 +160,11 @@ class Grpc:
     def cpu_s(self) -> float | None:
         return machine.cpu_time_s(SERVER_PID.value) if SERVER_PID.value else None
 
+    def counters(self) -> Mapping[str, Any]:
+        from benchmarks import online
+
+        return asyncio.run(online.counters(ADDRESS.value))
+
 
 def work(vocab_size: int) -> list[WorkItem]:
     """The requests that the flags ask for."""
@@ -176,7 +186,7 @@ def work(vocab_size: int) -> list[WorkItem]:
 def measure(target: Target, items: list[WorkItem], number: int, salt: str) -> dict[str, Any]:
     """Sends the workload once; the result as it is stored."""
     arrivals = workloads.arrival_times(len(items), REQUEST_RATE.value, WORKLOAD_SEED.value)
-    cpu_before = target.cpu_s()
+    cpu_before, before = target.cpu_s(), target.counters()
     with tqdm(total=len(items), desc=f"run {number + 1}/{RUNS.value}", unit="req") as bar:
         records, duration = target.send(items, arrivals, salt, bar.update)
     cpu_after = target.cpu_s()
@@ -191,6 +201,7 @@ def measure(target: Target, items: list[WorkItem], number: int, salt: str) -> di
         "run": number,
         "workload": WORKLOAD.value or "random",
         **metrics.summarize(records, duration),
+        **metrics.padded_shares(before, target.counters()),
     }
     if cpu_before is not None and cpu_after is not None:
         result["cpu_s"] = cpu_after - cpu_before

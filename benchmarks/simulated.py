@@ -20,6 +20,7 @@ from dsjax.engine import Engine
 from dsjax.errors import ConfigError
 from dsjax.planner import Planner, Rows
 from dsjax.runner.buckets import Bucket, Buckets
+from dsjax.runner.padding import Padding
 from dsjax.scheduler.plan import StepPlan
 
 StepTimer = Callable[[Sequence[Rows], Bucket], float]  # rows of each data shard, the bucket -> seconds
@@ -120,7 +121,7 @@ class SimulatedRunner:
         on_step: Callable[[StepPlan, Bucket, float], object] | None = None,
     ):
         self.spec, self.num_shards, self.buckets, self.timer, self.clock = spec, num_shards, buckets, timer, clock
-        self.on_step = on_step
+        self.on_step, self.padding = on_step, Padding()
         self._vocab_size = vocab_size
         self._last = np.zeros((num_shards, spec.num_slots), np.int64)  # token of each slot
         self._free_s = 0.0  # when the device has done all that was sent
@@ -131,6 +132,7 @@ class SimulatedRunner:
     def dispatch(self, plan: StepPlan) -> Sent:
         rows = [[(row.start, row.num_new) for row in part.rows] for part in plan.shards]
         bucket = self.buckets.choose([[num_new for _, num_new in some] for some in rows])
+        self.padding.add(bucket, self.num_shards, plan.num_tokens)
         seconds = self.timer(rows, bucket)
         if self.on_step is not None:
             self.on_step(plan, bucket, seconds)

@@ -24,6 +24,7 @@ from dsjax.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from dsjax.request_bounds import RequestBounds
 from dsjax.runner.compiles import COMPILES
 from dsjax.runner.output import Sent, StepOutput
+from dsjax.runner.padding import PaddingStats
 from dsjax.runner.runner import Runner
 from dsjax.scheduler.control import Control, ControlStats
 from dsjax.scheduler.plan import RowPlan, StepPlan
@@ -36,7 +37,7 @@ HINT_POLL_S = 0.005  # how often an idle engine looks for what it prefetches fro
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineStats(ControlStats, TierStats):
+class EngineStats(ControlStats, PaddingStats, TierStats):
     """Gauges now, and totals since the start, of all data shards together."""
 
     num_waiting: int
@@ -357,6 +358,7 @@ class Engine:
             num_compiles_after_warm_up=COMPILES.after_warm_up,
             **asdict(self.scheduler.counters),
             **asdict(self.control.stats()),
+            **asdict(self.runner.padding.stats()),
             **asdict(self.tiers.stats()),
         )
 

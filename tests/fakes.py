@@ -21,6 +21,7 @@ from dsjax.cache.tiers import Tiers
 from dsjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, override_all
 from dsjax.engine import Engine
 from dsjax.request import MAX_LOGPROBS, Request, SamplingParams, TokenEvent
+from dsjax.runner.padding import Padding
 from dsjax.runner.sampling import Logprobs
 from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
 from dsjax.scheduler.scheduler import Scheduler
@@ -83,6 +84,7 @@ class FakeRunner:
         self.sent: list[list[Sent]] = []
         self.num_read = 0
         self.fail: Exception | None = None
+        self.padding = Padding()  # it has no buckets: nothing is padded
         self._rows: dict[str, RequestCache] = {}
         self._ends: dict[int, int] = {}  # by the identity of a stay's RequestCache
         self.host_bytes_per_s = 0.0

@@ -28,6 +28,7 @@ from dsjax.model.build import abstract, assemble
 from dsjax.runner.batch import Layout
 from dsjax.runner.buckets import Bucket
 from dsjax.runner.output import Sent, StepOutput
+from dsjax.runner.padding import Padding
 from dsjax.runner.runner import Runner
 from dsjax.runner.sampling import SlotTables
 from dsjax.runner.transfers import Transfers
@@ -120,7 +121,7 @@ class TinyRunner:
         self.transfers, self.programs = tiny_transfers(host_cache_dtype) if host_cache_dtype else (None, {})
         self.host_bytes_per_s = 1e9
         self._arrived: list[tuple[BlobKey, Arrays]] = []
-        self.num_shards = self.runner.num_shards
+        self.num_shards, self.padding = self.runner.num_shards, Padding()
         whole = self.runner.spec
         assert spec.num_state_slots <= whole.num_state_slots
         for kind, k in spec.kinds.items():

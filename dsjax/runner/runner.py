@@ -29,6 +29,7 @@ from dsjax.runner.batch import Layout, pack
 from dsjax.runner.buckets import Bucket, Buckets
 from dsjax.runner.compiles import COMPILES
 from dsjax.runner.output import DeviceOutput, Sent, StepOutput, collect
+from dsjax.runner.padding import Padding
 from dsjax.runner.sampling import SlotParams, SlotTables
 from dsjax.runner.transfers import DOWNLOAD, Arriving, Transfers, parse
 from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
@@ -88,6 +89,7 @@ class Runner:
         else:
             self.cache = CacheState.create(spec, config, fill, mesh)
             self.slots = SlotTables.create(*tables)
+        self.padding = Padding()
         self.transfers = Transfers(spec, mesh, host_cache_dtype) if host_cache_dtype else None
         self._arriving = Arriving()
         self._slot_params = [SlotParams(spec.num_slots) for _ in range(self.num_shards)]
@@ -198,6 +200,7 @@ class Runner:
         batches = [self._microbatches(part) for part in plan.shards]
         num_new = tuple(tuple(tuple(row.num_new for row in rows) for rows in shard) for shard in batches)
         bucket = self.buckets.choose([rows for shard in num_new for rows in shard])
+        self.padding.add(bucket, self.num_shards * self.num_microbatches, plan.num_tokens)
         layout = self._layouts[bucket]
         by_shard = zip(batches, self._slot_params, strict=True)
         host = [[pack(layout, rows, params) for rows in shard] for shard, params in by_shard]

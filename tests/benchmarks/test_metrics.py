@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.metrics import Record, compare, details, max_concurrent, report, summarize
+from benchmarks.metrics import PADDING, Record, compare, details, max_concurrent, padded_shares, report, summarize
 
 
 def record(id=0, prompt_len=10, start_s=0.0, times=(), tokens=(), **kwargs) -> Record:
@@ -111,6 +111,16 @@ def test_details_are_one_entry_a_request():
         "itls": [[1.0], []],
         "errors": ["", "CANCELLED: gone"],
     }
+
+
+def test_padding_is_that_of_the_steps_in_between():
+    before = dict(zip(PADDING, (10, 5, 7, 7), strict=True))
+    after = dict(zip(PADDING, (30, 10, 27, 7), strict=True))
+    shares = {"decode_padded_share": 0.25, "mixed_padded_share": 0.0, "padded_share": 0.125}
+    assert padded_shares(before, after) == shares
+    assert padded_shares(before, before) == dict.fromkeys(shares, 0.0)
+    lines = report(summarize([A], 1.0) | shares).splitlines()
+    assert "Padding in the steps (decode; mixed):   12.5% (25.0%; 0.0%)" in lines
 
 
 def test_report_shows_the_figures():

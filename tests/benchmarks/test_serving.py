@@ -34,6 +34,15 @@ class Instant:
     def cpu_s(self):
         return 1.0
 
+    def counters(self):
+        num = 100 * len(self.salts)  # a send has 60 tokens in decode steps, of them 15 padded, and 40 in mixed ones
+        return {
+            "num_decode_bucket_tokens": 0.6 * num,
+            "num_decode_padded_tokens": 0.15 * num,
+            "num_mixed_bucket_tokens": 0.4 * num,
+            "num_mixed_padded_tokens": 0.01 * num,
+        }
+
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
@@ -73,6 +82,7 @@ def test_results_of_a_workload_file(run, tmp_path):
     assert (first["match_first"], first["match_all"], first["match_of"]) == (1, 1, 2)
     assert (first["backend"], first["label"], first["model_id"]) == ("dsjax-offline", "x", "m")
     assert (first["request_rate"], first["max_concurrency"], first["num_prompts"]) == ("inf", None, 2)
+    assert [r["decode_padded_share"] for r in results] == [0.25, 0.25]
     assert first["config"] == {"model": "m", "scheduler.max_num_seqs": 4}
     assert first["versions"]["numpy"]
     assert first["machine"]["cores"] >= 1
