@@ -26,13 +26,28 @@ def describe() -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         "machine": {
             "cpu": _cpu_name(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": num_cores(),
             "memory_gib": _memory_gib(),
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         },
         "versions": versions,
         "commit": _commit(),
     }
+
+
+def busy_s() -> float | None:
+    """CPU seconds that all cores of the machine have worked, since it started; None where /proc does not tell."""
+    try:
+        fields = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]))
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, softirq = fields[:7]
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_time_s(pid: int) -> float | None:

@@ -7,6 +7,11 @@ A case is rows x tokens: 32x1 are 32 requests that decode with `--context` token
 joined by "+" they are one step. Without --model the weights are random, of the model `bench-60m`. Times of the step are
 without a profiler; their parts come from its trace, by the named scopes of the model, scaled to that time. They are
 of the program's operations, which overlap little on a CPU; a fused operation counts where its last one belongs.
+swa, csa and hca are the attention of layers of that kind, with the window's part, without projections.
+
+The operations and the bytes of a step are those that it cannot do without, by the planner (`dsjax/planner.py`): of its
+tokens without padding, its expected experts and the cache entries it sees. The roofline is the longer of those bytes at
+this machine's rate of reading and those operations at its rate of multiplying, both measured before.
 """
 
 from __future__ import annotations
@@ -30,18 +35,23 @@ from absl import flags
 from tqdm import tqdm
 
 from benchmarks.machine import describe
+from benchmarks.roof_here import measure_roof
+from benchmarks.roofline import Roof
 from benchmarks.steps import make_row
 from configs.models import MODELS
 from dsjax.cache.manager import CacheManager
-from dsjax.config import CacheConfig, ModelConfig, SchedulerConfig
+from dsjax.config import CacheConfig, LayerKind, ModelConfig, SchedulerConfig
 from dsjax.load import load_runner, make_runner, use_compile_cache
+from dsjax.model.repeat import Repeat
+from dsjax.planner import Planner
 from dsjax.runner.runner import Runner
 from dsjax.scheduler.plan import ShardPlan, StepPlan
 from servers import flags as server_flags
 
 PROGRAM = "benchmarks.step_profile"
-# scopes of the model's code, the innermost that is named in an operation's path counts
-PARTS = ("mhc", "projections", "compressor", "indexer", "attention", "router", "shared", "experts", "sample")
+ATTENTION = {LayerKind.SLIDING: "swa", LayerKind.CSA: "csa", LayerKind.HCA: "hca"}
+# scopes of the model's code, of which the innermost in an operation's path counts; attention's by the layer's kind
+PARTS = ("mhc", "projections", "compressor", "indexer", *ATTENTION.values(), "router", "shared", "experts", "sample")
 OTHER = "other"
 TRACED_STEPS = 5
 
@@ -56,11 +66,18 @@ class Profile:
     step_ms_range: tuple[float, float]
     parts_ms: dict[str, float]
     num_ops: int  # operations run in a step
+    flops: float  # that it cannot do without
+    bytes_moved: float
+    roof_ms: float  # that they take at least
     top_ops: list[tuple[float, int, str]]  # ms, times, what
 
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.step_ms * 1e3
+
+    @property
+    def roof_share(self) -> float:
+        return self.roof_ms / self.step_ms
 
 
 def parse_case(case: str) -> list[tuple[int, int]]:
@@ -71,13 +88,27 @@ def parse_case(case: str) -> list[tuple[int, int]]:
     return [(int(part[1]), int(part[2])) for part in parts if part]
 
 
-def part_of(op_name: str) -> str:
-    """The part of the model that an operation's path, as JAX names it, belongs to."""
-    return next((name for name in reversed(op_name.split("/")) if name in PARTS), OTHER)
+def part_of(op_name: str, kinds: Mapping[str, LayerKind]) -> str:
+    """The part of the model that an operation's path, as JAX names it, belongs to. `kinds` are those of the layers, by
+    the names of their scopes."""
+    scopes = op_name.split("/")
+    part = next((name for name in reversed(scopes) if name in PARTS or name == "attention"), OTHER)
+    if part == "attention":
+        part = next((ATTENTION[kinds[name]] for name in scopes if name in kinds), OTHER)
+    return part
 
 
-def measure(runner: Runner, case: str, context: int, seconds: float, num_ops: int = 0) -> Profile:
-    """Compiles and times a case, then traces it."""
+def layer_scopes(config: ModelConfig) -> dict[str, LayerKind]:
+    """The scope of each layer, and of each of those that a loop goes over."""
+    kinds, repeat = config.layer_kinds, Repeat.of(config)
+    scopes = {f"layer{i}": kind for i, kind in enumerate(kinds)}
+    return scopes | {f"repeated{k}": kinds[repeat.first + k] for k in range(repeat.period)}
+
+
+def measure(
+    runner: Runner, case: str, context: int, seconds: float, *, roof: Roof, dtype: str = "float32", num_ops: int = 0
+) -> Profile:
+    """Compiles and times a case, then traces it. `dtype` is the weights'."""
     manager = CacheManager(runner.spec)
     sizes = [num_new for count, num_new in parse_case(case) for _ in range(count)]
     vocab = runner.config.vocab_size
@@ -102,11 +133,13 @@ def measure(runner: Runner, case: str, context: int, seconds: float, num_ops: in
         own_ns, count = _own_times(folder, text := runner.program_text(bucket))
     op_names = dict(re.findall(r'%([\w.\-]+) = [^\n]*?op_name="([^"]*)"', text))
     shapes = dict(re.findall(r"^\s*(?:ROOT )?%([\w.\-]+) = ([\w\[\],()]+)", text, re.MULTILINE))
+    cost = Planner(runner.config, runner.spec, dtype=dtype, stored=False).step([[(r.start, r.num_new) for r in rows]])
+    scopes = layer_scopes(runner.config)
     parts: collections.Counter[str] = collections.Counter()
     alike: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0])
     for name, ns in own_ns.items():
         path = op_names.get(name, "")
-        parts[part_of(path)] += ns
+        parts[part_of(path, scopes)] += ns
         entry = alike[f"{re.sub(r'[.0-9]+$', '', name)} {shapes.get(name, '')} {'/'.join(path.split('/')[-3:])}"]
         entry[0] += ns / TRACED_STEPS / 1e6
         entry[1] += count[name] // TRACED_STEPS
@@ -119,6 +152,9 @@ def measure(runner: Runner, case: str, context: int, seconds: float, num_ops: in
         step_ms_range=(min(times), max(times)),
         parts_ms={name: parts[name] / total * median for name in (*PARTS, OTHER)},
         num_ops=sum(count.values()) // TRACED_STEPS,
+        flops=cost.flops,
+        bytes_moved=cost.bytes_moved,
+        roof_ms=roof.seconds(cost.bytes_moved, cost.flops) * 1e3,
         top_ops=top,
     )
 
@@ -187,10 +223,16 @@ def _main(argv: Sequence[str]) -> int:
         config = MODELS["bench-60m"]()
         weights = random_weights(config)
         runner, _ = make_runner(config, lambda *_: weights, **options)
-    profiles = [measure(runner, case, values.context, values.seconds, values.ops) for case in tqdm(cases, desc="cases")]
+    roof = measure_roof(values.dtype)
+    profiles = [
+        measure(runner, case, values.context, values.seconds, roof=roof, dtype=values.dtype, num_ops=values.ops)
+        for case in tqdm(cases, desc="cases")
+    ]
+    print(f"this machine: {roof.bytes_per_s / 1e9:.1f} GB/s, {roof.flops_per_s / 1e9:.0f} GFLOP/s in {values.dtype}")
     print(_table(profiles))
     if values.output:
         about = {**describe(), "model": values.model or "bench-60m, random", "dtype": values.dtype}
+        about |= {"roof_bytes_per_s": roof.bytes_per_s, "roof_flops_per_s": roof.flops_per_s}
         with open(values.output, "a", encoding="utf-8") as file:
             for profile in profiles:
                 file.write(json.dumps({**about, "context": values.context, **asdict(profile)}) + "\n")
@@ -206,6 +248,9 @@ def _table(profiles: Sequence[Profile]) -> str:
     spread = [f"{p.step_ms_range[0]:.1f}-{p.step_ms_range[1]:.1f}" for p in profiles]
     lines.append(f"{'':14}" + "".join(f"{text:>16}" for text in spread))
     lines.append(f"{'tokens/s':14}" + "".join(f"{p.tokens_per_s:16.0f}" for p in profiles))
+    lines.append(f"{'GFLOP/s':14}" + "".join(f"{p.flops / p.step_ms / 1e6:16.1f}" for p in profiles))
+    lines.append(f"{'GB/s':14}" + "".join(f"{p.bytes_moved / p.step_ms / 1e6:16.2f}" for p in profiles))
+    lines.append(f"{'of roofline':14}" + "".join(f"{p.roof_share:16.1%}" for p in profiles))
     lines.append(f"{'operations':14}" + "".join(f"{p.num_ops:16d}" for p in profiles))
     for p in profiles:
         lines += [f"{p.case}: {ms:8.3f} ms {num:5d} x {what}" for ms, num, what in p.top_ops]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.step_profile import PARTS, measure, parse_case, part_of, random_weights
+from benchmarks.roofline import Roof
+from benchmarks.step_profile import PARTS, layer_scopes, measure, parse_case, part_of, random_weights
 from configs.models import MODELS
-from dsjax.config import CacheConfig, SchedulerConfig
+from dsjax.config import CacheConfig, LayerKind, SchedulerConfig
 from dsjax.load import make_runner
 
 
@@ -24,7 +25,11 @@ def test_other_cases_are_refused(case):
 @pytest.mark.parametrize(
     ("op_name", "part"),
     [
-        ("jit(step)/layer3/attention/dot_general", "attention"),
+        ("jit(step)/layer3/attention/dot_general", "csa"),
+        ("jit(step)/layer1/attention/while/body/dot_general", "swa"),
+        ("jit(step)/while/body/repeated0/attention/mul", "hca"),
+        ("jit(step)/attention/mul", "other"),
+        ("jit(step)/layer3/attention/indexer/mul", "indexer"),
         ("jit(step)/layer3/attention/projections/mul", "projections"),
         ("jit(step)/layer3/experts/router/while/body/add", "router"),
         ("jit(step)/sample/reduce_max", "sample"),
@@ -33,7 +38,15 @@ def test_other_cases_are_refused(case):
     ],
 )
 def test_the_innermost_scope_counts(op_name, part):
-    assert part_of(op_name) == part
+    kinds = {"layer1": LayerKind.SLIDING, "layer3": LayerKind.CSA, "repeated0": LayerKind.HCA}
+    assert part_of(op_name, kinds) == part
+
+
+def test_layers_have_scopes_also_in_a_loop():
+    scopes = layer_scopes(MODELS["bench-60m"]())
+    assert (scopes["layer1"], scopes["layer2"], scopes["layer7"]) == (LayerKind.SLIDING, LayerKind.CSA, LayerKind.HCA)
+    assert (scopes["repeated0"], scopes["repeated1"]) == (LayerKind.CSA, LayerKind.HCA)
+    assert len(scopes) == 10
 
 
 def test_a_profile_adds_up():
@@ -42,11 +55,14 @@ def test_a_profile_adds_up():
     scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64)
     cache = CacheConfig(enable_prefix_caching=False, block_size=4)
     runner, _ = make_runner(config, lambda *_: weights, cache=cache, scheduler=scheduler)
-    profile = measure(runner, "1x1+1x3", context=20, seconds=0.0, num_ops=3)
+    roof = Roof(bytes_per_s=1e9, flops_per_s=1e9)
+    profile = measure(runner, "1x1+1x3", context=20, seconds=0.0, roof=roof, num_ops=3)
     assert profile.num_tokens == 4
     assert sum(profile.parts_ms.values()) == pytest.approx(profile.step_ms)
     assert all(profile.parts_ms[name] > 0 for name in PARTS)  # the model has every kind of layer
     low, high = profile.step_ms_range
     assert low <= profile.step_ms <= high
+    assert profile.roof_ms == max(profile.bytes_moved, profile.flops) / 1e6
+    assert profile.roof_share == profile.roof_ms / profile.step_ms
     assert len(profile.top_ops) == 3
     assert profile.top_ops == sorted(profile.top_ops, reverse=True)
