@@ -28,19 +28,17 @@ from absl import flags
 from tqdm import tqdm
 
 from benchmarks import machine, offline, workloads
+from benchmarks.bench_model import engine_of
 from benchmarks.metrics import Record, padded_shares, summarize
 from benchmarks.scale_plots import plot_sweep
-from benchmarks.step_profile import random_weights
-from configs.models import MODELS
-from dsjax.config import EngineConfig, SchedulerConfig
+from dsjax.config import SchedulerConfig
 from dsjax.engine import Engine
 from dsjax.errors import ConfigError
-from dsjax.load import make_runner, use_compile_cache
+from dsjax.load import use_compile_cache
 from dsjax.request import SamplingParams
 from servers import flags as server_flags
 
 PROGRAM = "benchmarks.scale"
-MODEL = "bench-60m"
 NOISE = 0.03  # of a rate: ranges of runs that are no further apart are equal
 FIGURES = (  # of metrics.summarize
     "total_token_throughput output_throughput duration completed mean_ttft_ms p99_ttft_ms mean_tpot_ms p99_tpot_ms"
@@ -65,35 +63,15 @@ Runs = Mapping[int, Sequence[Mapping[str, Any]]]  # results by point
 
 
 def make_engine(
-    sweep: Sweep,
-    *,
-    model_dir: str = "",
-    dtype: str = "float32",
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 512,
-    compilation_cache_dir: str = "",
+    sweep: Sweep, *, model: str = "", dtype: str = "float32", max_num_seqs: int = 256, max_num_batched_tokens: int = 512
 ) -> Engine:
     """An engine, warm, that holds any load of the sweep, as far as `max_num_seqs` lets it."""
-    config = EngineConfig(
-        model=model_dir or MODEL,
-        scheduler=SchedulerConfig(
-            max_num_seqs=min(max_num_seqs, max(load.num_requests for load in sweep.values())),
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max(load.input_len + load.output_len for load in sweep.values()),
-        ),
-        dtype=dtype,
-        compilation_cache_dir=compilation_cache_dir,
+    scheduler = SchedulerConfig(
+        max_num_seqs=min(max_num_seqs, max(load.num_requests for load in sweep.values())),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max(load.input_len + load.output_len for load in sweep.values()),
     )
-    if model_dir:
-        engine = Engine.from_config(config, progress=True)
-    else:
-        use_compile_cache(compilation_cache_dir)
-        model = MODELS[MODEL]()
-        weights = random_weights(model)
-        runner, max_model_len = make_runner(
-            model, lambda *_: weights, cache=config.cache, scheduler=config.scheduler, dtype=config.dtype
-        )
-        engine = Engine(config=config, model_config=model, runner=runner, tokenizer=None, max_model_len=max_model_len)
+    engine = engine_of(model, dtype=dtype, scheduler=scheduler)
     engine.warm_up(progress=True)
     return engine
 
@@ -221,6 +199,7 @@ def _main(argv: Sequence[str]) -> int:
             for n in sorted(map(int, values.input_lens))
         },
     }
+    use_compile_cache(values.compilation_cache_dir)
     path = Path(values.output) if values.output else None
     done = read_done(path, settings) if path else []
     for name in values.sweep:
@@ -229,11 +208,10 @@ def _main(argv: Sequence[str]) -> int:
         if todo := to_do(sweep, values.runs, runs):
             engine = make_engine(
                 sweep,
-                model_dir=values.model,
+                model=values.model,
                 dtype=values.dtype,
                 max_num_seqs=values.max_num_seqs,
                 max_num_batched_tokens=values.max_num_batched_tokens,
-                compilation_cache_dir=values.compilation_cache_dir,
             )
             measure(engine, sweep[todo[0]], 0.0)  # the first burst touches the engine's memory for the first time
             for point in tqdm(todo, desc=name, unit="run"):

@@ -26,22 +26,20 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from absl import flags
 from tqdm import tqdm
 
+from benchmarks.bench_model import runner_of
 from benchmarks.machine import describe
 from benchmarks.roof_here import measure_roof
 from benchmarks.roofline import Roof
 from benchmarks.steps import make_row
-from configs.models import MODELS
 from dsjax.cache.manager import CacheManager
 from dsjax.config import CacheConfig, LayerKind, ModelConfig, SchedulerConfig
-from dsjax.load import load_runner, make_runner, use_compile_cache
+from dsjax.load import use_compile_cache
 from dsjax.model.repeat import Repeat
 from dsjax.planner import Planner
 from dsjax.runner.runner import Runner
@@ -180,16 +178,6 @@ def _own_times(folder: str, text: str) -> tuple[Mapping[str, int], Mapping[str, 
     return own, count
 
 
-def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Parameters of a model, drawn anew."""
-    from flax import nnx
-
-    from dsjax.model.build import flat_params
-    from dsjax.model.transformer import Transformer
-
-    return flat_params(Transformer(config, nnx.Rngs(0), np.dtype("float32")))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     return server_flags.run(PROGRAM, lambda: _main(sys.argv if argv is None else argv))
 
@@ -216,20 +204,14 @@ def _main(argv: Sequence[str]) -> int:
         ),
         "dtype": values.dtype,
     }
-    if values.model:
-        path = Path(values.model)
-        runner, _ = load_runner(path, ModelConfig.from_dir(path), **options)
-    else:
-        config = MODELS["bench-60m"]()
-        weights = random_weights(config)
-        runner, _ = make_runner(config, lambda *_: weights, **options)
+    runner, _ = runner_of(values.model, **options)
     roof = measure_roof(values.dtype)
     profiles = [
         measure(runner, case, values.context, values.seconds, roof=roof, dtype=values.dtype, num_ops=values.ops)
         for case in tqdm(cases, desc="cases")
     ]
     print(f"this machine: {roof.bytes_per_s / 1e9:.1f} GB/s, {roof.flops_per_s / 1e9:.0f} GFLOP/s in {values.dtype}")
-    print(_table(profiles))
+    print(table({p.case: p for p in profiles}))
     if values.output:
         about = {**describe(), "model": values.model or "bench-60m, random", "dtype": values.dtype}
         about |= {"roof_bytes_per_s": roof.bytes_per_s, "roof_flops_per_s": roof.flops_per_s}
@@ -239,9 +221,10 @@ def _main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _table(profiles: Sequence[Profile]) -> str:
-    """Milliseconds of each part, a column a case."""
-    lines = [f"{'ms':14}" + "".join(f"{p.case:>16}" for p in profiles)]
+def table(by_title: Mapping[str, Profile]) -> str:
+    """Milliseconds of each part, a column a profile with its title."""
+    profiles = by_title.values()
+    lines = [f"{'ms':14}" + "".join(f"{title:>16}" for title in by_title)]
     for name in (*PARTS, OTHER):
         lines.append(f"{name:14}" + "".join(f"{p.parts_ms[name]:16.2f}" for p in profiles))
     lines.append(f"{'step':14}" + "".join(f"{p.step_ms:16.2f}" for p in profiles))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import scale
+from benchmarks import bench_model, scale
 from benchmarks.scale import Load, drops, make_engine, measure, read_done, to_do
 from dsjax.errors import ConfigError
 from tests.fakes import fake_engine
@@ -114,6 +114,6 @@ def test_an_engine_fits_its_sweep():
     sweep = {n: Load(num_requests=n, input_len=20, output_len=4) for n in (1, 3)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scale.Engine, "warm_up", lambda self, progress: None)
-        patch.setitem(scale.MODELS, scale.MODEL, scale.MODELS["tiny-mixed"])
+        patch.setattr(bench_model, "MODEL", "tiny-mixed")
         engine = make_engine(sweep, max_num_seqs=2, max_num_batched_tokens=16)
     assert (engine.config.scheduler.max_num_seqs, engine.max_model_len) == (2, 24)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.bench_model import random_weights
 from benchmarks.roofline import Roof
-from benchmarks.step_profile import PARTS, layer_scopes, measure, parse_case, part_of, random_weights
+from benchmarks.step_profile import PARTS, layer_scopes, measure, parse_case, part_of
 from configs.models import MODELS
 from dsjax.config import CacheConfig, LayerKind, SchedulerConfig
 from dsjax.load import make_runner
