@@ -70,8 +70,7 @@ def in_slots(
     over = jnp.where(rank < slots, num_experts, flat).reshape(experts.shape)
 
     def copied(rows: jax.Array, expert: jax.Array) -> jax.Array:
-        w13, w2 = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in (matrices.w13, matrices.w2))
-        return _ffn(rows, w13, w2, limit)
+        return _ffn(rows, _taken(matrices.w13, expert), _taken(matrices.w2, expert), limit)
 
     return jax.lax.cond(
         jnp.any(over < num_experts),
@@ -79,6 +78,14 @@ def in_slots(
         lambda out: out,
         out,
     )
+
+
+def _taken(stack: jax.Array, expert: jax.Array) -> jax.Array:
+    """One matrix of a stack, by its bits where it is bfloat16: of which XLA's CPU widens all to take one."""
+    if stack.dtype != jnp.bfloat16:
+        return jax.lax.dynamic_index_in_dim(stack, expert, keepdims=False)
+    bits = jax.lax.dynamic_index_in_dim(jax.lax.bitcast_convert_type(stack, jnp.uint16), expert, keepdims=False)
+    return jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(bits), jnp.bfloat16)
 
 
 def _add_tiles(

@@ -103,3 +103,14 @@ def test_slots_hold_what_even_choices_fill():
 def test_experts_apart_are_for_few_tokens():
     assert apart_pays(E // 2, E)
     assert not apart_pays(E // 2 + 1, E)
+
+
+def test_taking_an_expert_does_not_widen_all():
+    """XLA's CPU slices bfloat16 by converting the whole stack to float32, in the branch for tokens without a slot."""
+    x, experts, weights = tokens(40, False, 40)
+    stacks = matrices("bfloat16")
+    program = jax.jit(lambda x, m: expert_ffn(x, experts, weights, m, E, limit=LIMIT))
+    text = program.lower(jnp.asarray(x, jnp.bfloat16), stacks).compile().as_text() or ""
+    for stack in stacks[:2]:
+        dims = ",".join(map(str, stack.shape))
+        assert f"bf16[{dims}]" in text and f"f32[{dims}]" not in text
