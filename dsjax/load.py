@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -228,7 +227,11 @@ def _load_part(
 ) -> tuple[Runner, int]:
     """What every process of an engine does."""
     initialize(config.distributed)
-    use_compile_cache(config.compilation_cache_dir)
+    program_dir = None
+    if config.distributed.num_processes == 1:
+        program_dir = _made(config.compilation_cache_dir)
+    else:  # which must find the same programs, or else all compile together: JAX sees to that
+        use_compile_cache(config.compilation_cache_dir)
     return load_runner(
         path,
         model_config,
@@ -240,6 +243,7 @@ def _load_part(
         kernels=config.kernels,
         progress=progress,
         fail_on_recompile=config.fail_on_recompile,
+        program_dir=program_dir,
         **options,
     )
 
@@ -255,14 +259,22 @@ def load_tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:
 
 
 def use_compile_cache(folder: str) -> None:
-    """Turns on JAX's persistent compilation cache, so that a second start compiles nothing."""
-    if not folder:
+    """Turns on JAX's persistent compilation cache, for programs that are no single engine's."""
+    path = _made(folder)
+    if path is None:
         return
-    folder = os.path.expanduser(folder)
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"compilation_cache_dir={folder!r} cannot be made: {error.strerror}") from error
-    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _made(folder: str) -> Path | None:
+    """The folder of `compilation_cache_dir`; None where it is empty. Raises ConfigError if it cannot be made."""
+    if not folder:
+        return None
+    path = Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"compilation_cache_dir={folder!r} cannot be made: {error.strerror}") from error
+    return path

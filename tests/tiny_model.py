@@ -75,7 +75,7 @@ def tiny_weights() -> tuple[nnx.GraphDef, nnx.State]:
     return assemble(tiny_config(), tiny_params(), jnp.dtype("float32"), with_mtp=False)
 
 
-def new_runner(parallel: ParallelConfig | None = None, dtype: str = "float32") -> Runner:
+def new_runner(parallel: ParallelConfig | None = None, dtype: str = "float32", **options: Any) -> Runner:
     """A runner with nothing compiled, by default on the mesh that DSJAX_TEST_MESH names."""
     parallel = parallel or default_parallel()
     block_size = SMALL_CACHE["block_size"] // parallel.kv_parallel
@@ -91,6 +91,7 @@ def new_runner(parallel: ParallelConfig | None = None, dtype: str = "float32") -
         all_logits=True,
         fail_on_recompile=True,
         fill=math.nan,
+        **options,
     )
     runner.buckets.decode, runner.buckets.mixed = DECODE, MIXED
     runner._layouts = {bucket: Layout(bucket, runner.spec) for bucket in runner.buckets}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax.monitoring
 
-_EVENT = "/jax/core/compile/backend_compile_duration"  # JAX reports it for each program it compiles or loads
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX reports it for each program it compiles or loads
+_LOADED = "/jax/compilation_cache/cache_hits"  # for each that its persistent cache has
 
 
 class CompileCounter:
@@ -13,11 +16,22 @@ class CompileCounter:
     def __init__(self):
         self.total = 0
         self._at_warm_up: int | None = None
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        self._thread = threading.local()
+        jax.monitoring.register_event_duration_secs_listener(self._on_compiled)
+        jax.monitoring.register_event_listener(self._on_loaded)
 
-    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == _EVENT:
+    def _on_compiled(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == _COMPILED:
             self.total += 1
+
+    def _on_loaded(self, event: str, **kwargs: str | int) -> None:
+        if event == _LOADED:
+            self._thread.num_loaded = self.num_loaded_here + 1
+
+    @property
+    def num_loaded_here(self) -> int:
+        """Of the programs that this thread compiled, those that JAX's persistent cache had."""
+        return getattr(self._thread, "num_loaded", 0)
 
     def mark_warm(self) -> None:
         self._at_warm_up = self.total

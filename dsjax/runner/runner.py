@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from dsjax.runner.buckets import Bucket, Buckets
 from dsjax.runner.compiles import COMPILES
 from dsjax.runner.output import DeviceOutput, Sent, StepOutput, collect
 from dsjax.runner.padding import Padding
+from dsjax.runner.program_cache import ProgramCache
 from dsjax.runner.sampling import SlotParams, SlotTables
 from dsjax.runner.transfers import DOWNLOAD, Arriving, Transfers, parse
 from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
@@ -48,9 +50,10 @@ class Runner:
     `params` lie on the mesh (`sharding.Placement`); `config` is the model of one pipeline stage, `active` says
     which of its layers each stage has. `all_logits` makes every step return the logits of all its tokens (for
     verification, not for serving). `target` says whose kernels the programs use, by default those of the mesh's
-    devices. `host_cache_dtype` is that of the cache's tiers; "" is for an engine without them. `on_launch` is called
-    with every program and its host arrays just before it is run here, `on_read` with a step's results before they are
-    waited for. An `abstract` runner has shapes instead of arrays: it lowers programs and runs none.
+    devices. `host_cache_dtype` is that of the cache's tiers; "" is for an engine without them. `program_dir` keeps the
+    compiled programs of an engine with one process. `on_launch` is called with every program and its host arrays just
+    before it is run here, `on_read` with a step's results before they are waited for. An `abstract` runner has shapes
+    instead of arrays: it lowers programs and runs none.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Runner:
         abstract: bool = False,
         target: Target | None = None,
         host_cache_dtype: str = "",
+        program_dir: Path | None = None,
         on_launch: Callable[[Program, Sequence[np.ndarray]], None] | None = None,
         on_read: Callable[[DeviceOutput], None] | None = None,
     ):
@@ -96,6 +100,8 @@ class Runner:
         self._models = self._models_by_bucket(graph, params, abstract)
         self._layouts = {bucket: Layout(bucket, spec) for bucket in self.buckets}
         self._programs: dict[Program, jax.stages.Compiled] = {}
+        facts = config, spec, active, num_microbatches, all_logits, self.target, dict(mesh.shape), host_cache_dtype
+        self._kept = ProgramCache(program_dir, list(mesh.devices.flat), facts) if program_dir else None
         self._warm = False
 
     @property
@@ -126,29 +132,56 @@ class Runner:
         return (*self.spec.pool_kinds, EntryKind.STATE)
 
     def warm_up(self, progress: bool = False) -> None:
-        """Compiles everything a step can need, one program a core at a time; nothing compiles later."""
+        """Loads or compiles everything a step can need, one program a core at a time; nothing compiles later."""
         start = time.monotonic()
         keys: list[Program] = [*self.buckets, *self.copy_sizes, SET_SLOT]
         keys += self.transfers.programs if self.transfers else []
+        keys = [key for key in keys if key not in self._programs]
         with (
             tqdm(total=len(keys), desc="compiling", unit="program", disable=not progress) as bar,
             ThreadPoolExecutor(os.cpu_count()) as pool,
         ):
-            compiling = {pool.submit(self.lower(key).compile): key for key in keys if key not in self._programs}
-            bar.update(len(keys) - len(compiling))
+            for key, program in zip(keys, pool.map(self._load, keys), strict=True):
+                if program is not None:
+                    self._programs[key] = program
+                    bar.update()
+            missing = [key for key in keys if key not in self._programs]
+            compiling = {pool.submit(self._compile, key, self.lower(key)): key for key in missing}
             for done in as_completed(compiling):
                 self._programs[compiling[done]] = done.result()
                 bar.update()
+        if self._kept:
+            self._kept.trim()
         self._warm = True
         COMPILES.mark_warm()
-        log.info("warm after %.1f s: %d step shapes", time.monotonic() - start, len(self.buckets))
+        took, loaded = time.monotonic() - start, len(keys) - len(missing)
+        log.info("warm after %.1f s: %d step shapes, %d programs loaded", took, len(self.buckets), loaded)
 
     def _program(self, key: Program) -> jax.stages.Compiled:
         if key not in self._programs:
             if self._warm and self.fail_on_recompile:
                 raise RuntimeError(f"fail_on_recompile: {key} is not among the programs compiled at warm-up")
-            self._programs[key] = self.lower(key).compile()
+            self._programs[key] = self._load(key) or self._compile(key, self.lower(key))
         return self._programs[key]
+
+    def _path(self, kept: ProgramCache, key: Program) -> Path:
+        facts: list[object] = [key]
+        if isinstance(key, Bucket):
+            graph, params = self._models[key]
+            leaves, tree = jax.tree.flatten(params)
+            facts += [graph, tree, [(x.shape, x.dtype, x.sharding) for x in leaves]]
+        return kept.path(facts)
+
+    def _load(self, key: Program) -> jax.stages.Compiled | None:
+        return self._kept.load(self._path(self._kept, key)) if self._kept else None
+
+    def _compile(self, key: Program, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        before = COMPILES.num_loaded_here
+        program = lowered.compile()
+        # A program that JAX's own cache had, where that is turned on, XLA's CPU writes without some of its functions.
+        if self._kept and COMPILES.num_loaded_here == before:
+            self._kept.save(self._path(self._kept, key), program)
+        return program
 
     def program_text(self, key: Program) -> str:
         """The compiled program, as XLA prints it."""
