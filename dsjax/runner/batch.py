@@ -196,11 +196,15 @@ def _pack_tokens(
     length = np.minimum(num_new[blocks.row] - begin, block)
     within = np.arange(block, dtype=np.int32)
     token = (tokens.first[blocks.row] + begin)[:, None] + within
-    a["block_row"][: blocks.total] = blocks.row
-    a["block_position"][: blocks.total] = start[blocks.row] + begin
-    a["block_length"][: blocks.total] = length
-    a["block_token"][: blocks.total] = np.where(within < length[:, None], token, layout.bucket.num_tokens)
-    a["token_block"][: tokens.total] = (blocks.first * block)[tokens.row] + tokens.counted
+    order = np.argsort(length == 1, kind="stable")  # of one query last: see pallas_kernels.groups
+    a["block_row"][: blocks.total] = blocks.row[order]
+    a["block_position"][: blocks.total] = (start[blocks.row] + begin)[order]
+    a["block_length"][: blocks.total] = length[order]
+    a["block_token"][: blocks.total] = np.where(within < length[:, None], token, layout.bucket.num_tokens)[order]
+    place = np.empty_like(order)
+    place[order] = np.arange(blocks.total)
+    nth, within = np.divmod(tokens.counted, block)
+    a["token_block"][: tokens.total] = place[blocks.first[tokens.row] + nth] * block + within
 
 
 def _token_ids(rows: Sequence[RowPlan]) -> list[int]:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import online_softmax
 from pallas_kernels.blocks import Pages, QueryBlocks
+from pallas_kernels.groups import by_groups
 from pallas_kernels.online_softmax import Running
-from pallas_kernels.swa_attention.reference import attend_window, flat_queries, per_head
+from pallas_kernels.swa_attention.reference import attend_window, flat_queries, of_queries, per_head
 
 STREAM_ENTRIES = 128  # entries read at a time: large enough for the matmul, small enough not to overshoot a short row
 
@@ -23,9 +24,14 @@ def hca_attention(
     ratio: int,
     scale: float,
 ) -> Running:
-    run = attend_window(q, blocks, window_pages, window=window, scale=scale)
-    visible = visible_entries(q, blocks, ratio)
-    return attend_entries(run, q, blocks, entry_pages, visible, None, scale)
+    """[NB, B, N, ...]"""
+
+    def attend(blocks: QueryBlocks, q: jax.Array) -> Running:
+        run = attend_window(q, blocks, window_pages, window=window, scale=scale)
+        visible = visible_entries(q, blocks, ratio)
+        return of_queries(attend_entries(run, q, blocks, entry_pages, visible, None, scale), q)
+
+    return by_groups(attend, blocks, q)
 
 
 def visible_entries(q: jax.Array, blocks: QueryBlocks, ratio: int) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import collectives
 from pallas_kernels.blocks import Pages, QueryBlocks
+from pallas_kernels.groups import by_groups
 from pallas_kernels.hca_attention.reference import stream, visible_entries
 from pallas_kernels.pool import Pool
 
@@ -14,28 +15,34 @@ from pallas_kernels.pool import Pool
 def indexer_topk(
     q: jax.Array, weights: jax.Array, blocks: QueryBlocks, pages: Pages, *, ratio: int, k: int
 ) -> jax.Array:
+    is_block = q.shape[1] > 1  # of a row's queries, for which the choice is a mask
     visible = visible_entries(q, blocks, ratio)  # [NB, B]
     if pages.max_entries * pages.count <= k:
-        return _everything(q, pages, visible)
+        return _everything(pages, visible, is_block)
     if pages.count > 1:
         return best_of_all(_scores(q, weights, blocks, pages, visible), pages, k)
 
-    def best(pool: Pool) -> jax.Array:
-        scores = _scores(q, weights, blocks, pages._replace(pool=pool), visible)
-        if q.shape[1] > 1:
-            return top_k_mask(scores, k)
-        top, place = jax.lax.top_k(scores[:, 0], k)
-        return jnp.where(top > -jnp.inf, place, pages.max_entries)
+    def choose(blocks: QueryBlocks, q: jax.Array, weights: jax.Array) -> jax.Array:
+        visible = visible_entries(q, blocks, ratio)
 
-    everything = jnp.max(visible) <= k
-    return jax.lax.cond(everything, lambda _: _everything(q, pages, visible, k), best, pages.pool)
+        def best(pool: Pool) -> jax.Array:
+            scores = _scores(q, weights, blocks, pages._replace(pool=pool), visible)
+            if is_block:
+                return top_k_mask(scores, k)
+            top, place = jax.lax.top_k(scores[:, 0], k)
+            return jnp.where(top > -jnp.inf, place, pages.max_entries)
+
+        everything = jnp.max(visible) <= k
+        return jax.lax.cond(everything, lambda _: _everything(pages, visible, is_block, k), best, pages.pool)
+
+    return by_groups(choose, blocks, q, weights)
 
 
-def _everything(q: jax.Array, pages: Pages, visible: jax.Array, k: int | None = None) -> jax.Array:
-    """What to return where no choice is to be made; of at most k entries for B = 1."""
+def _everything(pages: Pages, visible: jax.Array, is_block: bool, k: int | None = None) -> jax.Array:
+    """What to return where no choice is to be made: a mask, or at most k indices."""
     place = jnp.arange(pages.max_entries)
     mask = pages.entry(place) < visible[..., None]
-    if q.shape[1] > 1:
+    if is_block:
         return mask
     return jnp.where(mask[:, 0, :k], place[:k], pages.max_entries)
 

@@ -35,7 +35,7 @@ def swa_attention(
         keys = [gpu_attention.window_keys(blocks, window_pages, window, q.shape[1])]
         run = gpu_attention.attend(q, keys, sink, **kernel)
     else:
-        run = reference.attend_window(q, blocks, window_pages, window=window, scale=scale)
+        run = reference.swa_attention(q, blocks, window_pages, window=window, scale=scale)
     return finish(run, q, sink, window_pages)
 
 

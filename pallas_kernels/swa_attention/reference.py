@@ -7,11 +7,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import online_softmax
 from pallas_kernels.blocks import Pages, QueryBlocks
+from pallas_kernels.groups import by_groups
 from pallas_kernels.online_softmax import Running
 
 
 def attend_window(q: jax.Array, blocks: QueryBlocks, pages: Pages, *, window: int, scale: float) -> Running:
-    """The window's part of the softmax of q [NB, B, N, H]; the keys a block needs are read once for all its queries."""
+    """The window's part of the softmax of q [NB, B, N, H], as [NB, B * N, ...].
+
+    The keys a block needs are read once for all its queries.
+    """
     block = q.shape[1]
     query = blocks.position[:, None] + jnp.arange(block)  # [NB, B] positions
     key = _keys_here(blocks, pages, window, block)
@@ -21,6 +25,15 @@ def attend_window(q: jax.Array, blocks: QueryBlocks, pages: Pages, *, window: in
     mask = (offset >= 0) & (offset < window) & written[:, None, :]
     queries = flat_queries(q)
     return online_softmax.update(online_softmax.start(queries), queries, keys, per_head(mask, q), scale)
+
+
+def swa_attention(q: jax.Array, blocks: QueryBlocks, pages: Pages, *, window: int, scale: float) -> Running:
+    """[NB, B, N, ...]"""
+
+    def attend(blocks: QueryBlocks, q: jax.Array) -> Running:
+        return of_queries(attend_window(q, blocks, pages, window=window, scale=scale), q)
+
+    return by_groups(attend, blocks, q)
 
 
 def _keys_here(blocks: QueryBlocks, pages: Pages, window: int, block: int) -> jax.Array:
@@ -37,6 +50,11 @@ def flat_queries(q: jax.Array) -> jax.Array:
     return q.reshape(q.shape[0], -1, q.shape[3])
 
 
+def of_queries(run: Running, q: jax.Array) -> Running:
+    """[NB, B * N, ...] -> [NB, B, N, ...] of q [NB, B, N, H]."""
+    return Running(*(x.reshape(*q.shape[:3], -1) for x in run))
+
+
 def per_head(mask: jax.Array, q: jax.Array) -> jax.Array:
     """mask [NB, B, K] -> [NB, B * N, K]."""
     return jnp.repeat(mask, q.shape[2], axis=1)
@@ -46,7 +64,6 @@ def finish(run: Running, q: jax.Array, sink: jax.Array, pages: Pages) -> jax.Arr
     """The softmax over all devices' keys: [NB, B, sinks, H]. Where q has the heads of all the devices that share the
     pages and `sink` those of this one, the result is of these."""
     blocks, block, heads, width = q.shape
-    run = Running(*(x.reshape(blocks, block, heads, -1) for x in run))
     run = online_softmax.merge(run, pages.axis, scatter=heads != sink.shape[0])
     run = Running(*(x.reshape(blocks, block * sink.shape[0], -1) for x in run))
     out = online_softmax.finish(run, jnp.tile(sink, block))

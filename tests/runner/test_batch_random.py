@@ -86,6 +86,11 @@ def expected(bucket: Bucket, rows: list[RowPlan]) -> dict[str, np.ndarray]:
             a["row_last"][r] = token
             token += 1
     a["num_tokens"][...] = token
+    order = sorted(range(block + 1), key=lambda b: a["block_length"][b] == 1)  # blocks of one query come last
+    for name in ("block_row", "block_position", "block_length", "block_token"):
+        a[name][: block + 1] = a[name][order]
+    nth, within = np.divmod(a["token_block"][:token], bucket.block)
+    a["token_block"][:token] = np.array([order.index(b) for b in nth], int) * bucket.block + within
     return a
 
 
