@@ -188,7 +188,7 @@ def time_parts(engine: Engine) -> Iterator[Parts]:
     parts.replace("build", engine.runner, "dispatch")
     parts.replace("device", engine.runner, "launch")
     parts.replace("read", engine.runner, "read")
-    text = {name: getattr(Detokenizer, name) for name in ("add", "take_text", "finish")}
+    text = {name: getattr(Detokenizer, name) for name in ("add", "finish")}
     parts.replace("text", Detokenizer, *text)  # the class, for there is one for each request
     try:
         yield parts

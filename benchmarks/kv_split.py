@@ -25,7 +25,7 @@ from benchmarks.machine import describe
 from benchmarks.steps import make_row
 from dsjax.cache.manager import CacheManager
 from dsjax.config import CacheConfig, LayerKind, ModelConfig, ParallelConfig, SchedulerConfig
-from dsjax.scheduler.plan import ShardPlan, StepPlan
+from dsjax.scheduler.plan import Rows, ShardPlan, StepPlan
 from servers import flags as server_flags
 
 PROGRAM = "benchmarks.kv_split"
@@ -90,7 +90,7 @@ def measure(parts: int, context: int, num_rows: int, repeat: int) -> Measured:
     runner, _ = make_runner(config, lambda *_: weights, cache=cache, scheduler=scheduler, parallel=parallel)
     manager = CacheManager(runner.spec)
     rows = [make_row(manager, i, context, 1, config.vocab_size) for i in range(num_rows)]
-    plan = StepPlan(shards=(ShardPlan(rows=rows),))
+    plan = StepPlan(shards=(ShardPlan(Rows.of(rows)),))
     times = []
     for _ in range(repeat + 2):
         start = time.perf_counter()

@@ -43,7 +43,7 @@ from dsjax.load import use_compile_cache
 from dsjax.model.repeat import Repeat
 from dsjax.planner import Planner
 from dsjax.runner.runner import Runner
-from dsjax.scheduler.plan import ShardPlan, StepPlan
+from dsjax.scheduler.plan import Rows, ShardPlan, StepPlan
 from servers import flags as server_flags
 
 PROGRAM = "benchmarks.step_profile"
@@ -111,7 +111,7 @@ def measure(
     sizes = [num_new for count, num_new in parse_case(case) for _ in range(count)]
     vocab = runner.config.vocab_size
     rows = [make_row(manager, i, context if n == 1 else 0, n, vocab) for i, n in enumerate(sizes)]
-    plan = StepPlan(shards=(ShardPlan(rows=rows),))
+    plan = StepPlan(shards=(ShardPlan(Rows.of(rows)),))
 
     def step() -> float:
         start = time.perf_counter()

@@ -66,7 +66,7 @@ class _InFlight(NamedTuple):
     num_rows: int  # running on the data shard that had most
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Sequence:
     """What the engine keeps of a live request besides the scheduler's view."""
 
@@ -223,14 +223,14 @@ class Engine:
         self.control.begin_step(now_s)
         self.tiers.tend(self.scheduler.costs)
         plan = self.scheduler.schedule(now_s)
-        if plan.rows:
+        if plan.num_rows:
             output = self.runner.dispatch(plan)
             self.scheduler.dispatched(plan)
             num_rows = max(len(shard.running) for shard in self.scheduler.shards)
             self._in_flight.append(_InFlight(plan, output, now_s, num_rows))
         elif not self._in_flight:
             self.tiers.move()
-        if len(self._in_flight) > 1 or (self._in_flight and not plan.rows):
+        if len(self._in_flight) > 1 or (self._in_flight and not plan.num_rows):
             events += self._complete(self._in_flight.popleft())
         return events
 
@@ -257,63 +257,64 @@ class Engine:
     def _complete(self, step: _InFlight) -> list[TokenEvent]:
         output = self.runner.read(step.output)
         now_s = self.clock()
-        events, token = [], 0
-        drawn = output.tokens.tolist()
-        for r, row in enumerate(step.plan.rows):
-            sequence = self._by_request.get(row.request)
-            if sequence is not None:
+        events: list[TokenEvent] = []
+        drawn, num_rows, num_tokens = output.tokens.tolist(), 0, 0
+        for rows in (shard.rows for shard in step.plan.shards):
+            tokens = drawn[num_rows : num_rows + len(rows)]
+            self.scheduler.complete(rows, tokens)
+            self.control.tokens(rows, now_s)
+            for r, (request, token, samples) in enumerate(zip(rows.requests, tokens, rows.samples, strict=True)):
+                sequence = self._by_request.get(request)
+                if sequence is None:
+                    continue  # it ended while the step was in flight
                 if sequence.prompt_logprobs is not None:
-                    _add_prompt_logprobs(sequence, row, output, token)
-                if row.samples and self.scheduler.complete(row, drawn[r]):
-                    self.control.token(row.request, now_s)
-                    events.append(self._advance(sequence, output, r))
-            token += row.num_new
+                    before = num_tokens + int(rows.num_new[:r].sum())
+                    _add_prompt_logprobs(sequence, rows[r], output, before)
+                if samples:
+                    events.append(self._advance(sequence, token, output, num_rows + r))
+            num_rows, num_tokens = num_rows + len(rows), num_tokens + rows.num_tokens
         self.control.end_step(now_s, step.sent_s, step.plan, step.num_rows)
         return events
 
-    def _advance(self, sequence: _Sequence, output: StepOutput, r: int) -> TokenEvent:
-        """Handles one new token of a sequence: text, stops, limits."""
-        request, params = sequence.request, sequence.request.params
-        token = request.token_ids[-1]
+    def _advance(self, sequence: _Sequence, token: int, output: StepOutput, r: int) -> TokenEvent:
+        """Handles one new token of a sequence, row `r` of a step: text, stops, limits."""
+        request, detokenizer = sequence.request, sequence.detokenizer
+        params, num_tokens, num_prompt = request.params, len(request.token_ids), len(request.prompt_token_ids)
         reason: FinishReason | None = None
         matched: str | int | None = None
         text = ""
-        stopped = token in request.stop_ids  # never before min_tokens: the step holds these ids back until then
-        detokenizer = sequence.detokenizer
-        if stopped:
+        if token in request.stop_ids:  # never before min_tokens: the step holds these ids back until then
             reason = FinishReason.STOP
             matched = token if token in params.stop_token_ids else None
-        if detokenizer is not None:
-            # a stop token's own text is not part of the answer, unless asked for
-            hidden = stopped and not (params.include_stop_str_in_output and matched is not None)
-            match = None if hidden else detokenizer.add((token,))
-            if match is not None and reason is None:
-                reason, matched = FinishReason.STOP, match.stop
-        if reason is None and len(request.token_ids) >= request.max_total_tokens:
+        # a stop token's own text is not part of the answer, unless asked for
+        shows = reason is None or (params.include_stop_str_in_output and matched is not None)
+        if detokenizer is not None and shows:
+            text = detokenizer.add(token)
+            if reason is None and detokenizer.stop is not None:
+                reason, matched = FinishReason.STOP, detokenizer.stop
+        if reason is None and num_tokens >= request.max_total_tokens:
             reason = FinishReason.LENGTH
-        if detokenizer is not None:
-            if reason is not None:
-                detokenizer.finish()
-            text = detokenizer.take_text()
+        if reason is not None and detokenizer is not None:
+            text += detokenizer.finish()
         logprobs = ()
         if params.logprobs is not None:
             logprobs = (_token_logprobs(token, output.logprobs, r, params.logprobs),)
         prompt_logprobs = None
-        if not sequence.started and sequence.prompt_logprobs is not None:
+        if sequence.prompt_logprobs is not None and not sequence.started:
             prompt_logprobs = tuple(sequence.prompt_logprobs)
         sequence.started = True
-        event = TokenEvent(
-            request_id=request.parent_id,
-            index=request.index,
-            token_ids=(token,),
-            text=text,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            matched_stop=matched,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached,
-            num_output_tokens=request.num_output_tokens,
+        event = TokenEvent(  # by position, which takes half as long as by name
+            request.parent_id,
+            request.index,
+            (token,),
+            text,
+            logprobs,
+            prompt_logprobs,
+            reason,
+            matched,
+            num_prompt,
+            request.num_cached,
+            num_tokens - num_prompt,
         )
         if reason is not None:
             self._end(sequence, keep=True)

@@ -190,7 +190,7 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
 
-@dataclass(kw_only=True, slots=True)  # not frozen: that makes it take four times as long to make one for each token
+@dataclass(slots=True)  # not frozen, which makes it take four times as long; the engine makes one for each token
 class TokenEvent:
     """What one step added to one sequence. The last event of a sequence has `finish_reason` or `error`."""
 

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from dsjax.chat_markers import EOS
-from dsjax.detokenizer import Detokenizer, StopMatch
+from dsjax.detokenizer import Detokenizer
 from dsjax.request import SamplingParams
 from tests.chat_cases import released_tokenizer, tiny_tokenizer
 
@@ -37,20 +37,15 @@ class Letters:
         return False
 
 
-def run(tokens, step=1, **params):
-    """(visible text after each add, text of finish, StopMatch, ids given) of `tokens`, `step` ids an add."""
+def run(tokens, **params):
+    """(visible text after each add, text of finish, the stop that matched, ids given) of `tokens`."""
     detokenizer = Detokenizer(Letters(*tokens), SamplingParams(**params))  # type: ignore[arg-type]
-    texts, match, taken = [], None, 0
-    for start in range(0, len(tokens), step):
-        ids = list(range(start, min(start + step, len(tokens))))
-        match = detokenizer.add(ids)
-        texts.append(detokenizer.take_text())
-        if match:
-            taken += match.num_tokens_kept
+    texts = []
+    for token_id in range(len(tokens)):
+        texts.append(detokenizer.add(token_id))
+        if detokenizer.stop:
             break
-        taken += len(ids)
-    detokenizer.finish()
-    return texts, detokenizer.take_text(), match, taken
+    return texts, detokenizer.finish(), detokenizer.stop, len(texts)
 
 
 def splits(text):
@@ -65,12 +60,11 @@ def splits(text):
 
 
 @pytest.mark.parametrize("make", [released_tokenizer, tiny_tokenizer])
-@pytest.mark.parametrize("step", [1, 2, 3, 4])
 @pytest.mark.parametrize("skip", [True, False])
-def test_streamed_text_equals_decode_of_all_ids(make, step, skip):
+def test_streamed_text_equals_decode_of_all_ids(make, skip):
     tokenizer = make()
-    rng = random.Random(step)
-    for number in range(100):
+    rng = random.Random(skip)
+    for number in range(400):
         if number % 2:  # any ids: bytes that are no UTF-8
             ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 40))]
         else:  # a text, cut off at any byte, with single bytes thrown in
@@ -79,12 +73,9 @@ def test_streamed_text_equals_decode_of_all_ids(make, step, skip):
                 ids.insert(rng.randrange(len(ids) + 1), rng.randrange(256))
         stops = ("\x01never",) if number % 3 else ()  # with and without the automaton
         detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=skip, stop=stops))
-        text = ""
-        for start in range(0, len(ids), step):
-            assert detokenizer.add(ids[start : start + step]) is None
-            text += detokenizer.take_text()
-        detokenizer.finish()
-        assert text + detokenizer.take_text() == tokenizer.decode(ids, skip_special_tokens=skip)
+        text = "".join(map(detokenizer.add, ids))
+        assert text + detokenizer.finish() == tokenizer.decode(ids, skip_special_tokens=skip)
+        assert detokenizer.stop is None
 
 
 def test_random_bytes_decode_as_the_library_does():
@@ -97,12 +88,8 @@ def test_random_bytes_decode_as_the_library_does():
     for _ in range(2000):
         ids = [of_byte[bytes([rng.choice(lead)])] for _ in range(rng.randrange(1, 9))]
         detokenizer = Detokenizer(tokenizer, SamplingParams())
-        text = ""
-        for token_id in ids:
-            detokenizer.add([token_id])
-            text += detokenizer.take_text()
-        detokenizer.finish()
-        assert text + detokenizer.take_text() == tokenizer.decode(ids)
+        text = "".join(map(detokenizer.add, ids))
+        assert text + detokenizer.finish() == tokenizer.decode(ids)
 
 
 def test_a_split_character_is_held_until_it_is_whole():
@@ -119,38 +106,30 @@ def test_an_incomplete_character_shows_at_the_end_only():
 
 def test_an_id_the_tokenizer_lacks_has_no_text():
     detokenizer = Detokenizer(tiny_tokenizer(), SamplingParams())
-    assert detokenizer.add([5000]) is None
-    assert detokenizer.take_text() == ""
+    assert (detokenizer.add(5000), detokenizer.finish()) == ("", "")
 
 
 def test_eos_alone_is_empty_text():
     tokenizer = tiny_tokenizer()
     detokenizer = Detokenizer(tokenizer, SamplingParams())
-    detokenizer.add([tokenizer.control_id(EOS)])  # type: ignore[list-item]
-    detokenizer.finish()
-    assert detokenizer.take_text() == ""
+    assert detokenizer.add(tokenizer.control_id(EOS)) == ""  # type: ignore[arg-type]
+    assert detokenizer.finish() == ""
 
 
 @pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("step", [1, 2, 8])
-def test_a_stop_is_found_at_every_split(include, step):
+def test_a_stop_is_found_at_every_split(include):
     for tokens in splits("one STOP two"):
-        texts, rest, match, taken = run(tokens, step, stop="STOP", include_stop_str_in_output=include)
+        texts, rest, stop, taken = run(tokens, stop="STOP", include_stop_str_in_output=include)
         kept = next(n for n in range(len(tokens) + 1) if len("".join(tokens[:n])) >= len("one STOP"))
         assert taken == kept
-        assert match is not None and match.stop == "STOP"
+        assert stop == "STOP"
         assert "".join(texts) + rest == ("one STOP" if include else "one ")
         for text in texts:
             assert include or "S" not in text  # no part of a stop is ever shown
 
 
-def test_num_tokens_kept_counts_the_ids_of_one_add():
-    assert run(["a", "b", "x", "c"], step=4, stop="x") == (["ab"], "", StopMatch(stop="x", num_tokens_kept=3), 3)
-    assert run(["a", "b", "x", "c"], step=2, stop="x")[2] == StopMatch(stop="x", num_tokens_kept=1)
-
-
 def test_a_stop_can_be_the_first_token():
-    assert run(["STOP", "x"], stop="STOP") == ([""], "", StopMatch(stop="STOP", num_tokens_kept=1), 1)
+    assert run(["STOP", "x"], stop="STOP") == ([""], "", "STOP", 1)
 
 
 def test_text_that_was_held_is_flushed_when_nothing_matches():
@@ -161,15 +140,15 @@ def test_text_that_was_held_is_flushed_when_nothing_matches():
 @pytest.mark.parametrize("stops", [("ab", "abc"), ("abc", "ab")])
 def test_of_a_stop_and_its_prefix_the_one_complete_first_matches(stops):
     for tokens in splits("xabcd"):
-        texts, rest, match, _ = run(tokens, stop=stops)
-        assert ("".join(texts) + rest, match and match.stop) == ("x", "ab")
+        texts, rest, stop, _ = run(tokens, stop=stops)
+        assert ("".join(texts) + rest, stop) == ("x", "ab")
 
 
 @pytest.mark.parametrize("stops", [("b", "ab"), ("ab", "b")])
 def test_of_stops_complete_together_the_one_that_starts_first_matches(stops):
     for tokens in splits("xabc"):
-        texts, rest, match, _ = run(tokens, stop=stops)
-        assert ("".join(texts) + rest, match and match.stop) == ("x", "ab")
+        texts, rest, stop, _ = run(tokens, stop=stops)
+        assert ("".join(texts) + rest, stop) == ("x", "ab")
 
 
 def test_the_split_never_changes_which_stop_matches():
@@ -181,30 +160,40 @@ def test_the_split_never_changes_which_stop_matches():
         end, _, stop = min(ends, default=(len(text), 0, None))
         expected = (text[: end - len(stop)] if stop else text, stop)
         for tokens in splits(text):
-            texts, rest, match, _ = run(tokens, stop=stops)
-            assert ("".join(texts) + rest, match.stop if match else None) == expected
+            texts, rest, found, _ = run(tokens, stop=stops)
+            assert ("".join(texts) + rest, found) == expected
 
 
 def test_a_stop_may_contain_a_split_character():
-    texts, rest, match, taken = run([b"a\xf0\x9f", b"\x99\x82", b"b"], stop="🙂")
-    assert ("".join(texts) + rest, match and match.stop, taken) == ("a", "🙂", 2)
+    texts, rest, stop, taken = run([b"a\xf0\x9f", b"\x99\x82", b"b"], stop="🙂")
+    assert ("".join(texts) + rest, stop, taken) == ("a", "🙂", 2)
 
 
 def test_min_tokens_lets_earlier_stops_pass():
     tokens = ["a", "\n", "b", "\n", "c"]
-    assert run(tokens, stop="\n", min_tokens=3)[1:] == ("", StopMatch(stop="\n", num_tokens_kept=1), 4)
+    assert run(tokens, stop="\n", min_tokens=3)[1:] == ("", "\n", 4)
     assert run(tokens, stop="\n", min_tokens=4)[3] == 4  # complete with token 4, so there are 4
     assert run(tokens, stop="\n", min_tokens=5) == (["a", "\n", "b", "\n", "c"], "", None, 5)
-    assert "".join(run(tokens, step=5, stop="\n", min_tokens=3)[0]) == "a\nb"
 
 
 def test_min_tokens_with_a_stop_that_overlaps_itself():
-    assert run(["aa", "a"], stop="aa", min_tokens=2) == (["a", ""], "", StopMatch(stop="aa", num_tokens_kept=1), 2)
+    assert run(["aa", "a"], stop="aa", min_tokens=2) == (["a", ""], "", "aa", 2)
 
 
 def test_after_a_match_nothing_is_added():
     detokenizer = Detokenizer(Letters("a", "x", "b"), SamplingParams(stop="x"))  # type: ignore[arg-type]
-    assert detokenizer.add([0, 1, 2]) == StopMatch(stop="x", num_tokens_kept=2)
-    assert detokenizer.add([2]) is None
-    detokenizer.finish()
-    assert detokenizer.take_text() == "a"
+    assert [detokenizer.add(token_id) for token_id in (0, 1, 2)] == ["a", "", ""]
+    assert (detokenizer.stop, detokenizer.add(2), detokenizer.finish()) == ("x", "", "")
+
+
+@pytest.mark.parametrize("stop", [(), ("x",)])
+def test_after_the_end_nothing_is_added(stop):
+    detokenizer = Detokenizer(Letters("a", b"\xe4", b"\xb8\xad"), SamplingParams(stop=stop))  # type: ignore[arg-type]
+    assert [detokenizer.add(0), detokenizer.add(1), detokenizer.finish()] == ["a", "", "\ufffd"]
+    assert (detokenizer.add(2), detokenizer.add(0), detokenizer.finish()) == ("", "", "")
+
+
+def test_text_is_looked_up_again_once_a_split_character_is_whole():
+    detokenizer = Detokenizer(Letters("a", b"\xe4", b"\xb8\xad", b"\xad!"), SamplingParams())  # type: ignore[arg-type]
+    ids = [0, 1, 2, 0, 1, 0, 3, 0]  # a whole character, one that "a" cuts off, a byte that begins none
+    assert [detokenizer.add(id) for id in ids] == ["a", "", "中", "a", "", "\ufffda", "\ufffd!", "a"]

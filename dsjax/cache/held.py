@@ -96,6 +96,15 @@ class RequestCache:
             limits.append((len(pages) * compressed.entries_per_page + 1) * compressed.ratio - 1)
         return min(limits)
 
+    def quiet_until(self, spec: CacheSpec) -> int:
+        """The most tokens up to which `extend` and `computed` change nothing but `num_computed`."""
+        limits = [self.steady_until]
+        if self.caches_prefix:
+            limits.append((self.num_units + 1) * spec.unit_tokens - 1)
+            if self.boundary > self.num_computed:
+                limits.append(self.boundary - 1)
+        return min(limits)
+
 
 class HeldPages:
     """How many pages running requests hold, by group; one that two share counts for each."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,8 +14,8 @@ from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.model.batch import ForwardBatch
 from dsjax.runner import sampling
 from dsjax.runner.buckets import Bucket
-from dsjax.runner.sampling import SamplingBatch, SlotParams
-from dsjax.scheduler.plan import RowPlan
+from dsjax.runner.sampling import DecodeStep, SamplingBatch, SlotParams
+from dsjax.scheduler.plan import Rows
 from pallas_kernels.blocks import QueryBlocks
 from pallas_kernels.cache_write import NOWHERE
 from pallas_kernels.compress import Pieces
@@ -63,11 +63,12 @@ class Layout:
             if not bucket.is_decode:
                 self.ints[f"{kind.value}.of_token"] = (t,)
         self.ints["flags"] = (len(sampling.FLAGS),)  # last, see `flags`
+        sizes = itertools.accumulate(map(math.prod, self.ints.values()), initial=0)
+        self.offsets = dict(zip(self.ints, sizes, strict=False))
         self.floats = {name: (r,) for name in sampling.FLOATS}
         self.num_ints = sum(math.prod(shape) for shape in self.ints.values())
         self.num_floats = sum(math.prod(shape) for shape in self.floats.values())
         self.padding = self._padding()
-        self._decode_step = 0, self.padding.ints
 
     def _padding(self) -> HostBatch:
         """A step without rows: padding is out of range, wherever something would be written to or read from."""
@@ -86,21 +87,6 @@ class Layout:
         f["repetition_penalty"].fill(1)
         return HostBatch(ints, floats)
 
-    def decode_step(self, num_rows: int) -> np.ndarray:
-        """The ints of a decode step as far as the number of its rows says them; made when that has changed."""
-        if self._decode_step[0] != num_rows:
-            ints = self.padding.ints.copy()
-            a, kinds = self.views(ints, self.ints), [kind.value for kind in self.spec.compressed_kinds]
-            each = [f"{kind}.{name}" for kind in kinds for name in ("row", "last_token", "last_of_row")]
-            for name in ("token_row", "row_last", "block_row", "token_block", *each):
-                a[name][:num_rows] = np.arange(num_rows)
-            a["block_token"][:num_rows, 0] = np.arange(num_rows)
-            for name in ("block_length", *(f"{kind}.first" for kind in kinds)):
-                a[name][:num_rows] = 1
-            a["num_tokens"][...] = num_rows
-            self._decode_step = num_rows, ints
-        return self._decode_step[1]
-
     def flags(self, ints: np.ndarray) -> np.ndarray:
         """The flags of packed vectors [..., num_ints], writable."""
         return ints[..., self.num_ints - len(sampling.FLAGS) :]
@@ -116,45 +102,92 @@ class Layout:
         return out
 
 
-def pack(layout: Layout, rows: Sequence[RowPlan], slots: SlotParams) -> HostBatch:
+def pack(layout: Layout, rows: Rows, slots: SlotParams) -> HostBatch:
     """The numpy side: each array at once, for all rows of a data shard or micro-batch together; perhaps for none.
 
-    `slots` is the shard's: what a request's parameters mean for a step is worked out in the first of its stay.
+    `slots` is the shard's, and knows the rows' requests. The arrays are new ones, or never change.
     """
     if not rows:
-        return HostBatch(*(array.copy() for array in layout.padding))
-    spec, is_decode, num_rows = layout.spec, layout.bucket.is_decode, len(rows)
-    ints = (layout.decode_step(num_rows) if is_decode else layout.padding.ints).copy()
-    floats = layout.padding.floats.copy()
+        return layout.padding
+    if layout.bucket.is_decode:
+        return _pack_decode(layout, rows, slots)
+    spec, num_rows, start, num_new = layout.spec, len(rows), rows.start, rows.num_new
+    ints, floats = layout.padding.ints.copy(), layout.padding.floats.copy()
     a, f = layout.views(ints, layout.ints), layout.views(floats, layout.floats)
-    _, caches, starts, nums, samples, first_of_stay = zip(*rows, strict=True)
-    if any(first_of_stay):
-        for row in rows:
-            if row.first_of_stay:
-                slots.set(row)
-    start, slot = np.array(starts, np.int32), np.array([cache.slot for cache in caches], np.int32)
-    a["row_slot"][:num_rows] = slot
+    a["row_slot"][:num_rows] = rows.slot
     a["row_position"][:num_rows] = start
     for kind in spec.pool_kinds:
-        a[f"{kind.value}.table"][:num_rows] = caches[0].slot_tables[kind][slot]
-    slots.pack(a, f, slot, np.array(samples))
-    known = np.array(_token_ids(rows), np.int32)
+        a[f"{kind.value}.table"][:num_rows] = _slot_tables(rows)[kind][rows.slot]
+    slots.pack(a, f, rows)
+    known = _token_ids(rows)
     a["token_ids"][: known.size] = known
-    num_shared = slots.num_shared[slot]
-    if is_decode:
-        _pack_decode(a, spec, start, num_shared)
-    else:
-        num_new = np.array(nums, np.int32)
-        tokens = _Runs(num_new)
-        _pack_tokens(a, layout, tokens, start, num_new)
-        for kind in spec.compressed_kinds:
-            _pack_pieces(a, layout, kind, start, start + num_new, num_shared, tokens)
-        np.maximum(known[1:], 0, out=a["next_token"][: known.size - 1])
-    if not all(samples):
-        a["next_token"][a["row_last"][:num_rows]] = [_following(row) for row in rows]
-    elif not is_decode:
-        a["next_token"][a["row_last"][:num_rows]] = 0
+    tokens, num_shared = _Runs(num_new), slots.num_shared[rows.slot]
+    _pack_tokens(a, layout, tokens, start, num_new)
+    for kind in spec.compressed_kinds:
+        _pack_pieces(a, layout, kind, start, rows.end, num_shared, tokens)
+    np.maximum(known[1:], 0, out=a["next_token"][: known.size - 1])
+    a["next_token"][a["row_last"][:num_rows]] = _following(rows)
     return HostBatch(ints, floats)
+
+
+def _pack_decode(layout: Layout, rows: Rows, slots: SlotParams) -> HostBatch:
+    """A step in which token r is all there is of row r. What its slots say stands if the step before had the same."""
+    step = slots.decode_step
+    if step is None or step.bucket != layout.bucket or not rows.all_sample or not np.array_equal(step.slot, rows.slot):
+        step = _decode_step(layout, rows, slots)
+        slots.decode_step = step if rows.all_sample else None
+    ints, spec, slot, start, tables = step.ints.copy(), layout.spec, rows.slot, rows.start, _slot_tables(rows)
+
+    def put(name: str, values: np.ndarray) -> None:
+        begin = layout.offsets[name]
+        ints[begin : begin + values.size] = values
+
+    for name in ("row_position", "positions", "block_position"):
+        put(name, start)
+    put("token_ids", _token_ids(rows))
+    for kind in spec.pool_kinds:
+        put(f"{kind.value}.table", tables[kind][slot].reshape(-1))
+    window = spec.kinds[EntryKind.WINDOW]
+    page, entry = np.divmod(start, window.entries_per_page)
+    page = tables[EntryKind.WINDOW][slot, page % window.table_width]
+    put("window_slot", page * window.entries_per_page + entry)
+    for kind in spec.compressed_kinds:
+        kind_spec, name = spec.kinds[kind], kind.value
+        index, part = np.divmod(start, kind_spec.ratio)
+        complete = part == kind_spec.ratio - 1
+        put(f"{name}.window", index)
+        put(f"{name}.complete", complete)
+        # entries below num_shared are in shared pages already: recomputing must not store them twice
+        row = np.flatnonzero(complete & (index >= slots.num_shared[slot] // kind_spec.ratio))
+        page, entry = np.divmod(index[row], kind_spec.entries_per_page)
+        page = tables[kind][slot[row], page]
+        ints[layout.offsets[f"{name}.entry_slot"] + row] = page * kind_spec.entries_per_page + entry
+    if layout.flags(step.ints)[-1]:
+        layout.flags(ints)[-1] = slots.asks_of_prompts(rows)
+    return HostBatch(ints, step.floats)
+
+
+def _decode_step(layout: Layout, rows: Rows, slots: SlotParams) -> DecodeStep:
+    """What of a decode step does not change from one to the next of the same rows."""
+    ints, floats, num_rows = layout.padding.ints.copy(), layout.padding.floats.copy(), len(rows)
+    a, f = layout.views(ints, layout.ints), layout.views(floats, layout.floats)
+    kinds = [kind.value for kind in layout.spec.compressed_kinds]
+    each = [f"{kind}.{name}" for kind in kinds for name in ("row", "last_token", "last_of_row")]
+    for name in ("token_row", "row_last", "block_row", "token_block", *each):
+        a[name][:num_rows] = np.arange(num_rows)
+    a["block_token"][:num_rows, 0] = np.arange(num_rows)
+    for name in ("block_length", *(f"{kind}.first" for kind in kinds)):
+        a[name][:num_rows] = 1
+    a["num_tokens"][...] = num_rows
+    a["row_slot"][:num_rows] = rows.slot
+    a["next_token"][:num_rows] = _following(rows)
+    slots.pack(a, f, rows)
+    return DecodeStep(layout.bucket, rows.slot, ints, floats)
+
+
+def _slot_tables(rows: Rows) -> dict[EntryKind, np.ndarray]:
+    """The page tables of all slots."""
+    return rows.caches[0].slot_tables
 
 
 def _pack_window(a: dict[str, np.ndarray], spec: CacheSpec, row: np.ndarray, position: np.ndarray) -> None:
@@ -162,23 +195,6 @@ def _pack_window(a: dict[str, np.ndarray], spec: CacheSpec, row: np.ndarray, pos
     window = spec.kinds[EntryKind.WINDOW]
     page = a[f"{EntryKind.WINDOW.value}.table"][row, position // window.entries_per_page % window.table_width]
     a["window_slot"][: row.size] = page * window.entries_per_page + position % window.entries_per_page
-
-
-def _pack_decode(a: dict[str, np.ndarray], spec: CacheSpec, start: np.ndarray, num_shared: np.ndarray) -> None:
-    """What of a decode step depends on its positions: token r is all there is of row r."""
-    num_rows = start.size
-    a["positions"][:num_rows] = a["block_position"][:num_rows] = start
-    _pack_window(a, spec, a["token_row"][:num_rows], start)
-    for kind in spec.compressed_kinds:
-        kind_spec, name = spec.kinds[kind], kind.value
-        window = start // kind_spec.ratio
-        complete = start % kind_spec.ratio == kind_spec.ratio - 1
-        a[f"{name}.window"][:num_rows] = window
-        a[f"{name}.complete"][:num_rows] = complete
-        # entries below num_shared are in shared pages already: recomputing must not store them twice
-        row = np.flatnonzero(complete & (window >= num_shared // kind_spec.ratio))
-        page, entry = np.divmod(window[row], kind_spec.entries_per_page)
-        a[f"{name}.entry_slot"][row] = a[f"{name}.table"][row, page] * kind_spec.entries_per_page + entry
 
 
 def _pack_tokens(
@@ -207,20 +223,23 @@ def _pack_tokens(
     a["token_block"][: tokens.total] = place[blocks.first[tokens.row] + nth] * block + within
 
 
-def _token_ids(rows: Sequence[RowPlan]) -> list[int]:
+def _token_ids(rows: Rows) -> np.ndarray:
     """Of the rows' new tokens."""
     found: list[int] = []
-    for request, _, start, num_new, *_ in rows:
-        known = request.token_ids[start : start + num_new]
-        found += known
-        if len(known) < num_new:
+    for request, start, end in zip(rows.requests, rows.start.tolist(), rows.end.tolist(), strict=True):
+        token_ids = request.token_ids
+        if start < len(token_ids):
+            found += token_ids[start:end]
+        if end > len(token_ids):
             found.append(PENDING)
-    return found
+    return np.array(found, np.int32)
 
 
-def _following(row: RowPlan) -> int:
-    """The id after the row's last one; 0 where the step draws it."""
-    return 0 if row.samples else row.request.token_ids[row.end]
+def _following(rows: Rows) -> int | list[int]:
+    """The id after each row's last one; 0 where the step draws it."""
+    if rows.all_sample:
+        return 0
+    return [0 if row.samples else row.request.token_ids[row.end] for row in rows]
 
 
 class _Runs:

@@ -6,7 +6,8 @@ One vector means one transfer, and one collective where shards or stages have to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -16,16 +17,6 @@ import numpy as np
 from dsjax.request import MAX_LOGPROBS
 from dsjax.runner.buckets import Bucket
 from dsjax.runner.sampling import Logprobs
-
-
-class StepOutput(NamedTuple):
-    """A step's results on the host, in the order of the plan's rows and of their tokens, without padding."""
-
-    tokens: np.ndarray  # [rows] int32, meaningful where the row samples
-    logprobs: Logprobs  # [rows]
-    prompt_logprobs: Logprobs  # [tokens]
-    logits: np.ndarray | None  # [tokens, V] float32 with all_logits
-    draft_logits: np.ndarray | None  # [tokens, V] float32 with all_logits, of a model loaded with its MTP block
 
 
 class DeviceOutput(NamedTuple):
@@ -42,7 +33,7 @@ class Sent(NamedTuple):
     output: DeviceOutput
     bucket: Bucket
     vocab_size: int
-    num_new: tuple[tuple[tuple[int, ...], ...], ...]  # new tokens of each row of each micro-batch of each shard
+    sizes: tuple[tuple[tuple[int, int], ...], ...]  # rows and tokens of each micro-batch of each shard
 
 
 def pack(tokens: jax.Array, logprobs: Logprobs, prompt_logprobs: Logprobs) -> jax.Array:
@@ -52,9 +43,9 @@ def pack(tokens: jax.Array, logprobs: Logprobs, prompt_logprobs: Logprobs) -> ja
     return jnp.concatenate([x.reshape(-1) for x in flat])
 
 
-def _unpack(vector: np.ndarray, bucket: Bucket, vocab_size: int) -> tuple[np.ndarray, Logprobs, Logprobs]:
-    width = min(MAX_LOGPROBS, vocab_size)
-    offset = 0
+def _take_logprobs(vector: np.ndarray, num: int, vocab_size: int) -> Logprobs:
+    """Cuts the logprobs of `num` rows or tokens out of the beginning of what `pack` made."""
+    width, offset = min(MAX_LOGPROBS, vocab_size), 0
 
     def take(dtype: type, *shape: int) -> np.ndarray:
         nonlocal offset
@@ -62,44 +53,63 @@ def _unpack(vector: np.ndarray, bucket: Bucket, vocab_size: int) -> tuple[np.nda
         offset += size
         return vector[offset - size : offset].view(dtype).reshape(shape)
 
-    def logprobs(num: int) -> Logprobs:
-        fields = take(np.float32, num), take(np.int32, num), take(np.int32, num, width), take(np.float32, num, width)
-        return Logprobs(*fields)  # type: ignore[arg-type]
-
-    tokens = take(np.int32, bucket.num_rows)
-    return tokens, logprobs(bucket.num_rows), logprobs(bucket.num_tokens)
+    fields = take(np.float32, num), take(np.int32, num), take(np.int32, num, width), take(np.float32, num, width)
+    return Logprobs(*fields)  # type: ignore[arg-type]
 
 
-def collect(sent: Sent) -> StepOutput:
-    """Waits for the results and brings them to the host, padding left out."""
-    packed = np.asarray(sent.output.packed)
-    tokens, rows, prompts = [], [], []
-    used: list[tuple[int, int, int]] = []
-    for shard, batches in enumerate(sent.num_new):
-        for m, num_new in enumerate(batches):
-            num_rows, num_tokens = len(num_new), sum(num_new)
-            drawn, logprobs, prompt = _unpack(packed[shard, m], sent.bucket, sent.vocab_size)
-            tokens.append(drawn[:num_rows])
-            rows.append(Logprobs(*(x[:num_rows] for x in logprobs)))
-            prompts.append(Logprobs(*(x[:num_tokens] for x in prompt)))
-            used.append((shard, m, num_tokens))
+class StepOutput:
+    """A step's results on the host, in the order of the plan's rows and of their tokens, without padding."""
 
-    def logits(array: jax.Array | None) -> np.ndarray | None:
+    def __init__(self, sent: Sent):
+        """Waits for them."""
+        self._sent = sent
+        self._packed = np.asarray(sent.output.packed)
+
+    def _parts(self) -> Iterator[tuple[int, int, int, int]]:
+        """(shard, micro-batch, rows, tokens)"""
+        return ((d, m, *size) for d, sizes in enumerate(self._sent.sizes) for m, size in enumerate(sizes))
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """[rows] int32, meaningful where the row samples."""
+        return _join([self._packed[d, m, :rows] for d, m, rows, _ in self._parts()])
+
+    @cached_property
+    def logprobs(self) -> Logprobs:
+        """[rows]"""
+        num, parts = self._sent.bucket.num_rows, []
+        for d, m, rows, _ in self._parts():
+            found = _take_logprobs(self._packed[d, m, num:], num, self._sent.vocab_size)
+            parts.append([x[:rows] for x in found])
+        return Logprobs(*map(_join, zip(*parts, strict=True)))  # type: ignore[arg-type]
+
+    @cached_property
+    def prompt_logprobs(self) -> Logprobs:
+        """[tokens]"""
+        num, parts = self._sent.bucket.num_tokens, []
+        for d, m, _, tokens in self._parts():
+            vector = self._packed[d, m]  # these are its end
+            begin = vector.size - num * (2 + 2 * min(MAX_LOGPROBS, self._sent.vocab_size))
+            found = _take_logprobs(vector[begin:], num, self._sent.vocab_size)
+            parts.append([x[:tokens] for x in found])
+        return Logprobs(*map(_join, zip(*parts, strict=True)))  # type: ignore[arg-type]
+
+    @cached_property
+    def logits(self) -> np.ndarray | None:
+        """[tokens, V] float32 with all_logits."""
+        return self._of_tokens(self._sent.output.logits)
+
+    @cached_property
+    def draft_logits(self) -> np.ndarray | None:
+        """[tokens, V] float32 with all_logits, of a model loaded with its MTP block."""
+        return self._of_tokens(self._sent.output.draft_logits)
+
+    def _of_tokens(self, array: jax.Array | None) -> np.ndarray | None:
         if array is None:
             return None
         host = jax.device_get(array)
-        return np.concatenate([host[shard, m, :num] for shard, m, num in used])
-
-    return StepOutput(
-        tokens=np.concatenate(tokens),
-        logprobs=_join(rows),
-        prompt_logprobs=_join(prompts),
-        logits=logits(sent.output.logits),
-        draft_logits=logits(sent.output.draft_logits),
-    )
+        return _join([host[d, m, :tokens] for d, m, _, tokens in self._parts()])
 
 
-def _join(parts: Sequence[Logprobs]) -> Logprobs:
-    if len(parts) == 1:
-        return parts[0]
-    return Logprobs(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))  # type: ignore[arg-type]
+def _join(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

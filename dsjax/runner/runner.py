@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ from dsjax.runner import sampling, step
 from dsjax.runner.batch import Layout, pack
 from dsjax.runner.buckets import Bucket, Buckets
 from dsjax.runner.compiles import COMPILES
-from dsjax.runner.output import DeviceOutput, Sent, StepOutput, collect
+from dsjax.runner.output import DeviceOutput, Sent, StepOutput
 from dsjax.runner.padding import Padding
 from dsjax.runner.program_cache import ProgramCache
 from dsjax.runner.sampling import SlotParams, SlotTables
 from dsjax.runner.transfers import DOWNLOAD, Arriving, Transfers, parse
-from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
+from dsjax.scheduler.plan import RowPlan, Rows, StepPlan
 from pallas_kernels.cache_write import NOWHERE
 from pallas_kernels.target import Target
 
@@ -226,36 +227,33 @@ class Runner:
     def dispatch(self, plan: StepPlan) -> Sent:
         """Sends a plan to the devices and returns at once; results are read later."""
         self.move(plan)
-        for shard, part in enumerate(plan.shards):
-            for row in part.rows:
-                if row.first_of_stay or row.request.params.min_tokens:
-                    self._prepare_slot(shard, row)
-        batches = [self._microbatches(part) for part in plan.shards]
-        num_new = tuple(tuple(tuple(row.num_new for row in rows) for rows in shard) for shard in batches)
-        bucket = self.buckets.choose([rows for shard in num_new for rows in shard])
+        for shard, (part, slots) in enumerate(zip(plan.shards, self._slot_params, strict=True)):
+            for r in slots.begin(part.rows):
+                self._prepare_slot(shard, part.rows[r])
+        batches = [self._microbatches(part.rows) for part in plan.shards]
+        bucket = self.buckets.choose([rows.num_new for shard in batches for rows in shard])
         self.padding.add(bucket, self.num_shards * self.num_microbatches, plan.num_tokens)
         layout = self._layouts[bucket]
         by_shard = zip(batches, self._slot_params, strict=True)
-        host = [[pack(layout, rows, params) for rows in shard] for shard, params in by_shard]
-        ints = np.stack([[batch.ints for batch in shard] for shard in host])
-        floats = np.stack([[batch.floats for batch in shard] for shard in host])
-        flags = layout.flags(ints)
-        flags[...] = flags.max(axis=(0, 1))  # all devices take the same branches, some of which hold collectives
+        host = [[pack(layout, rows, slots) for rows in shard] for shard, slots in by_shard]
+        ints = _stack([[batch.ints for batch in shard] for shard in host])
+        floats = _stack([[batch.floats for batch in shard] for shard in host])
+        if len(host) * self.num_microbatches > 1:
+            flags = layout.flags(ints)
+            flags[...] = flags.max(axis=(0, 1))  # all devices take the same branches, some of which hold collectives
         output = self.launch(bucket, (ints, floats))
         assert isinstance(output, DeviceOutput)
-        return Sent(output, bucket, self.config.vocab_size, num_new)
+        sizes = tuple(tuple((len(rows), rows.num_tokens) for rows in shard) for shard in batches)
+        return Sent(output, bucket, self.config.vocab_size, sizes)
 
-    def _microbatches(self, part: ShardPlan) -> list[list[RowPlan]]:
+    def _microbatches(self, rows: Rows) -> list[Rows]:
         """A shard's rows in `num_microbatches` runs of about as many tokens, some perhaps empty."""
         if self.num_microbatches == 1:
-            return [part.rows]
-        batches: list[list[RowPlan]] = [[] for _ in range(self.num_microbatches)]
-        before, num_tokens = 0, part.num_tokens
-        for row in part.rows:
-            middle = before + row.num_new / 2
-            batches[int(middle * self.num_microbatches / num_tokens)].append(row)
-            before += row.num_new
-        return batches
+            return [rows]
+        middle = np.cumsum(rows.num_new) - rows.num_new / 2
+        batch = (middle * self.num_microbatches / max(rows.num_tokens, 1)).astype(int)
+        cuts = np.searchsorted(batch, range(self.num_microbatches + 1))
+        return [rows[begin:end] for begin, end in pairwise(cuts.tolist())]
 
     def move(self, plan: StepPlan) -> None:
         """Sends a plan's moves (`cache/moves.py`) alone; `dispatch` does so first."""
@@ -311,7 +309,7 @@ class Runner:
         """Waits for a step's results and brings them to the host: rows and tokens in the order of the plan."""
         if self.on_read is not None:
             self.on_read(sent.output)
-        return collect(sent)
+        return StepOutput(sent)
 
     def _run_copies(self, plan: StepPlan) -> None:
         if not any(part.copies for part in plan.shards):
@@ -350,3 +348,10 @@ class Runner:
         slot[shard] = row.cache.slot
         parts = (self.num_shards, vocab)
         self.launch(SET_SLOT, (slot, np.broadcast_to(counts, parts), np.broadcast_to(values, parts)))
+
+
+def _stack(arrays: list[list[np.ndarray]]) -> np.ndarray:
+    """[data shards, micro-batches, n]; not a copy where there is one."""
+    if len(arrays) == len(arrays[0]) == 1:
+        return arrays[0][0][None, None]
+    return np.stack([np.stack(shard) for shard in arrays])

@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dsjax.request import MAX_LOGPROBS, SamplingParams
-from dsjax.scheduler.plan import RowPlan
+from dsjax.runner.buckets import Bucket
+from dsjax.scheduler.plan import RowPlan, Rows
 
 PROMPT_BIT = 1 << 30  # in SlotTables.counts: the token occurs in the prompt; the bits below count outputs
 _PROMPT_ROWS = 16  # prompt positions whose logits exist at a time
@@ -87,6 +88,15 @@ class SamplingBatch(NamedTuple):
         )
 
 
+class DecodeStep(NamedTuple):
+    """A decode step's packed vectors as far as the slots of its rows say them. Others begin from it: never changed."""
+
+    bucket: Bucket
+    slot: np.ndarray
+    ints: np.ndarray
+    floats: np.ndarray
+
+
 class SlotParams:
     """What requests' parameters say to a step, by row slot, for as long as a request holds it: a step gathers it."""
 
@@ -97,9 +107,18 @@ class SlotParams:
         self.seed = np.zeros((num_slots, 2), np.int32)
         self.num_shared = np.zeros(num_slots, np.int32)  # tokens whose entries are stored already
         self.num_prompt = np.zeros(num_slots, np.int32)
+        self.free_at = np.zeros(num_slots, np.int32)  # tokens with which it has its min_tokens; 0 if it has none
+        self.decode_step: DecodeStep | None = None  # the latest; these parameters are in it
 
-    def set(self, row: RowPlan) -> None:
-        """Takes down a request in the first step of its stay."""
+    def begin(self, rows: Rows) -> list[int]:
+        """Takes down the requests whose stay begins. Returns the rows whose tables on the device may change now: those
+        of these requests, and those that have just their min_tokens."""
+        first = [r for r, is_first in enumerate(rows.first_of_stay) if is_first] if any(rows.first_of_stay) else []
+        for r in first:
+            self._set(rows[r])
+        return sorted({*first, *np.flatnonzero(rows.end == self.free_at[rows.slot]).tolist()})
+
+    def _set(self, row: RowPlan) -> None:
         p, slot, random = row.request.params, row.cache.slot, row.request.params.temperature > 0
         filters = (p.temperature, p.top_p, p.min_p) if random else (0.0, 1.0, 0.0)
         self.floats[slot] = *filters, p.presence_penalty, p.frequency_penalty, p.repetition_penalty, has_bias(p)
@@ -109,9 +128,12 @@ class SlotParams:
         self.top_k[slot] = max(p.top_k, 0) if random else 0
         self.seed[slot] = np.array([row.request.seed & _UINT64 if random else 0], "<u8").view("<i4")  # low half first
         self.num_shared[slot], self.num_prompt[slot] = row.cache.num_shared, row.request.num_prompt_tokens
+        self.free_at[slot] = row.request.num_prompt_tokens + p.min_tokens if p.min_tokens else 0
+        self.decode_step = None
 
-    def pack(self, a: dict[str, np.ndarray], f: dict[str, np.ndarray], slot: np.ndarray, samples: np.ndarray) -> None:
-        """Fills a step's arrays, which hold padding, for rows in these slots; `samples` says which draw a token."""
+    def pack(self, a: dict[str, np.ndarray], f: dict[str, np.ndarray], rows: Rows) -> None:
+        """Fills a step's arrays, which hold padding, for these rows."""
+        samples, slot = np.array(rows.samples), rows.slot
         at, drawing = np.flatnonzero(samples), slot[samples]
         a["samples"][: slot.size] = samples
         for name, values in zip(FLOATS, self.floats[drawing].T, strict=True):
@@ -119,7 +141,12 @@ class SlotParams:
         a["top_k"][at] = self.top_k[drawing]
         a["seed"][at] = self.seed[drawing]
         a["flags"][:-1] = self.features[drawing, :-1].any(axis=0)
-        a["flags"][-1] = (self.features[slot, -1] & (a["row_position"][: slot.size] < self.num_prompt[slot])).any()
+        a["flags"][-1] = self.asks_of_prompts(rows)
+
+    def asks_of_prompts(self, rows: Rows) -> bool:
+        """Whether a row computes some of a prompt whose log-probabilities are asked for."""
+        slot = rows.slot
+        return bool((self.features[slot, -1] & (rows.start < self.num_prompt[slot])).any())
 
 
 def has_penalties(params: SamplingParams) -> bool:

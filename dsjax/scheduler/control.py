@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from dsjax.config import EngineConfig
 from dsjax.errors import ErrorCode, RequestError
-from dsjax.request import Path, Request, SamplingParams
+from dsjax.request import Path, Request, SamplingParams, Status
 from dsjax.scheduler.feedback import Controller
 from dsjax.scheduler.overload import Ahead, Degradation, Ladder, ServiceRate, to_shed
-from dsjax.scheduler.plan import StepPlan
+from dsjax.scheduler.plan import Rows, StepPlan
 from dsjax.scheduler.scheduler import Scheduler
 
 MIN_RETRY_S = 1.0  # nobody is told to come back sooner
@@ -149,15 +149,18 @@ class Control:
     def _wait_s(self) -> float:
         return self.rate.seconds(self.scheduler.waiting.num_tokens) or 0.0
 
-    def token(self, request: Request, now_s: float) -> None:
-        """A request got a token."""
+    def tokens(self, rows: Rows, now_s: float) -> None:
+        """Live requests of these rows got the tokens that the rows drew."""
         if not self.controller.enabled:
             return
-        if request.num_output_tokens == 1:
-            self.controller.first_token(now_s - request.arrival_s)
-        else:
-            self.controller.next_token(now_s - request.token_s)
-        request.token_s = now_s
+        for request, samples in zip(rows.requests, rows.samples, strict=True):
+            if not samples or request.status is Status.FINISHED:
+                continue
+            if request.num_output_tokens == 1:
+                self.controller.first_token(now_s - request.arrival_s)
+            else:
+                self.controller.next_token(now_s - request.token_s)
+            request.token_s = now_s
 
     def end_step(self, now_s: float, sent_s: float, plan: StepPlan, num_rows: int) -> None:
         """A step was read, sent at `sent_s` with `num_rows` running on the data shard that had most."""
@@ -165,7 +168,7 @@ class Control:
         num_cached, self._num_cached = self._num_cached, self.scheduler.counters.num_cached_tokens
         if self.scheduler.waiting:
             self.rate.step(step_s, plan.num_tokens + self._num_cached - num_cached)
-        self.scheduler.costs.step(step_s, plan.num_tokens, len(plan.rows))
+        self.scheduler.costs.step(step_s, plan.num_tokens, plan.num_rows)
         self.controller.step(now_s, step_s, max(part.num_tokens for part in plan.shards), num_rows)
 
     def stats(self) -> ControlStats:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, overload
+
+import numpy as np
 
 from dsjax.cache.manager import RequestCache
 from dsjax.cache.moves import Download, Upload
@@ -27,18 +30,71 @@ class RowPlan(NamedTuple):
         return self.start + self.num_new
 
 
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows in the order they are packed: a sequence of RowPlan that is kept as columns, which a step works on whole."""
+
+    requests: Sequence[Request]
+    caches: Sequence[RequestCache]
+    slot: np.ndarray  # [rows] int32, the row slots
+    start: np.ndarray  # [rows] int32
+    num_new: np.ndarray  # [rows] int32
+    samples: Sequence[bool]
+    first_of_stay: Sequence[bool]
+
+    @classmethod
+    def of(cls, rows: Sequence[RowPlan]) -> Rows:
+        requests, caches, starts, num_new, samples, first = zip(*rows, strict=True) if rows else ((),) * 6
+        slot, start, new = (np.array(x, np.int32) for x in ([cache.slot for cache in caches], starts, num_new))
+        return cls(requests, caches, slot, start, new, samples, first)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[RowPlan]:
+        start, num_new = self.start.tolist(), self.num_new.tolist()
+        return map(RowPlan, self.requests, self.caches, start, num_new, self.samples, self.first_of_stay)
+
+    @overload
+    def __getitem__(self, at: int) -> RowPlan: ...
+    @overload
+    def __getitem__(self, at: slice) -> Rows: ...
+    def __getitem__(self, at: int | slice) -> RowPlan | Rows:
+        columns = self.requests, self.caches, self.slot, self.start, self.num_new, self.samples, self.first_of_stay
+        if isinstance(at, slice):
+            return Rows(*(column[at] for column in columns))  # type: ignore[arg-type]
+        request, cache, _, start, num_new, samples, first = (column[at] for column in columns)
+        return RowPlan(request, cache, int(start), int(num_new), samples, first)  # type: ignore[arg-type]
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return int(self.num_new.sum())
+
+    @cached_property
+    def end(self) -> np.ndarray:
+        """[rows] int32"""
+        return self.start + self.num_new
+
+    @cached_property
+    def all_sample(self) -> bool:
+        return all(self.samples)
+
+
+NO_ROWS = Rows.of(())
+
+
 @dataclass(frozen=True)
 class ShardPlan:
-    """What one data shard does in a step: its moves (`cache/moves.py`), then rows in the order they are packed."""
+    """What one data shard does in a step: its moves (`cache/moves.py`), then its rows."""
 
-    rows: list[RowPlan] = field(default_factory=list)
+    rows: Rows = NO_ROWS
     downloads: list[Download] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     uploads: list[Upload] = field(default_factory=list)
 
-    @cached_property
+    @property
     def num_tokens(self) -> int:
-        return sum(row.num_new for row in self.rows)
+        return self.rows.num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +107,10 @@ class StepPlan:
     def rows(self) -> list[RowPlan]:
         """All rows, shard after shard: the order in which `Runner.read` returns results."""
         return [row for shard in self.shards for row in shard.rows]
+
+    @cached_property
+    def num_rows(self) -> int:
+        return sum(len(shard.rows) for shard in self.shards)
 
     @cached_property
     def num_tokens(self) -> int:

@@ -19,7 +19,7 @@ from dsjax.errors import ErrorCode, RequestError
 from dsjax.request import Path, Request, Status
 from dsjax.scheduler import policy
 from dsjax.scheduler.placement import preferred
-from dsjax.scheduler.plan import RowPlan, ShardPlan, StepPlan
+from dsjax.scheduler.plan import Rows, ShardPlan, StepPlan
 from dsjax.scheduler.policy import Limits
 from dsjax.scheduler.shard import Shard
 from dsjax.scheduler.swap import SwapCosts
@@ -252,15 +252,15 @@ class Scheduler:
         for shard, part in zip(self.shards, plan.shards, strict=True):
             shard.dispatched(part.rows)
 
-    def complete(self, row: RowPlan, token_id: int) -> bool:
-        """Takes the token a row drew. False if the request ended while the step was in flight: drop the token."""
-        request = row.request
-        if request.status is Status.FINISHED:
-            return False
-        request.num_pending -= 1
-        request.token_ids.append(token_id)
-        self.counters.num_generated_tokens += 1
-        return True
+    def complete(self, rows: Rows, tokens: Sequence[int]) -> None:
+        """Takes what a step drew: a token for each row, which counts if the row samples and its request is live."""
+        num = 0
+        for request, token, samples in zip(rows.requests, tokens, rows.samples, strict=True):
+            if samples and request.status is not Status.FINISHED:
+                request.num_pending -= 1
+                request.token_ids.append(token)
+                num += 1
+        self.counters.num_generated_tokens += num
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
         """Ends a request, returns its slot and pages; `keep` leaves its end in the prefix cache for the next turn."""

@@ -18,8 +18,9 @@ from dsjax.config import SchedulerConfig
 from dsjax.request import Path, Request, Status
 from dsjax.scheduler import policy
 from dsjax.scheduler.placement import Candidate
-from dsjax.scheduler.plan import RowPlan, ShardPlan
+from dsjax.scheduler.plan import RowPlan, Rows, ShardPlan
 from dsjax.scheduler.policy import Limits
+from dsjax.scheduler.streak import Streak
 from dsjax.scheduler.swap import SwapCosts
 
 PATHS = tuple(Path)
@@ -40,6 +41,7 @@ class Shard:
         self.running: list[Request] = []  # in order: nobody is preempted for the growth of one that comes later
         self._victims: list[Request] = []  # preempted while the step is planned
         self._grants: dict[Request, int] = {}  # tokens of the step being planned
+        self._streak: Streak | None = None  # while the same rows decode
         self._prompts: deque[Request] = deque()  # those with more than a token to compute that got none yet, in order
         self._unfinished: list[Request] = []  # all that have more than a token to compute
         self._budget = 0  # tokens left in it
@@ -126,6 +128,11 @@ class Shard:
 
     def grant_decodes(self) -> None:
         """A token for each row that has one to compute, in order: pages that are missing come from later ones."""
+        streak, self._streak = self._streak, None
+        if streak and len(streak.rows) <= self._budget and self._may_all_grow() and streak.grant():
+            self._streak, self._grants = streak, dict.fromkeys(streak.rows.requests, 1)
+            self._budget -= len(streak.rows)
+            return
         ratio, decoding = self.config.length_groups, []
         for request in self.running:
             num_tokens = request.num_tokens
@@ -142,6 +149,11 @@ class Shard:
         for request in decoding:
             if request.status is Status.RUNNING and self._budget:  # not preempted for one before it
                 self._grant_token(request)
+
+    def _may_all_grow(self) -> bool:
+        """Whether the next token of every running request is free of the turns of groups and of paths' shares."""
+        shares = any(self.config.paths[path].share < 1 for path in PATHS[1:])
+        return not self.config.length_groups and not (shares and any(request.path for request in self.running))
 
     def _grant_token(self, request: Request) -> None:
         """What `_grant` of one token comes to, for a request whose prompt is computed: the usual case, fast."""
@@ -232,6 +244,7 @@ class Shard:
         if admission is None:
             return False
         bisect.insort(self.running, request, key=_order)
+        self._streak = None
         request.status, request.shard, request.slot = Status.RUNNING, self.index, admission.slot
         request.num_computed, request.first_of_stay = admission.num_cached, True
         request.num_prefill_tokens = len(request.token_ids)
@@ -255,20 +268,16 @@ class Shard:
 
     def take_plan(self) -> ShardPlan:
         """What was planned, for a step that is dispatched next."""
-        grants, held = self._grants, self.cache.request
-        rows = [
-            RowPlan(
-                request,
-                held(request.request_id),
-                start := request.num_computed,
-                num_new := grants[request],
-                start + num_new == request.num_tokens,  # samples
-                request.first_of_stay,
-            )
-            for request in self.running
-            if request in grants
-        ]
+        if self._streak:
+            rows = self._streak.next_rows
+        else:
+            rows = Rows.of([self._row(request) for request in self.running if request in self._grants])
         return ShardPlan(rows, *self.cache.take_moves())
+
+    def _row(self, request: Request) -> RowPlan:
+        start, num_new = request.num_computed, self._grants[request]
+        samples = start + num_new == request.num_tokens
+        return RowPlan(request, self.cache.request(request.request_id), start, num_new, samples, request.first_of_stay)
 
     # --- giving way ------------------------------------------------------------------------------
 
@@ -364,16 +373,22 @@ class Shard:
 
     # --- after planning --------------------------------------------------------------------------
 
-    def dispatched(self, rows: Sequence[RowPlan]) -> None:
+    def dispatched(self, rows: Rows) -> None:
         """Notes that the rows are on their way: their tokens count as computed."""
-        for request, _, start, num_new, samples, _ in rows:
-            request.num_computed = end = start + num_new
+        if self._streak:
+            self._streak.dispatched()
+            return
+        for request, end, samples in zip(rows.requests, rows.end.tolist(), rows.samples, strict=True):
+            request.num_computed = end
             request.num_pending += samples
             request.first_of_stay = False
             self.cache.computed(request.request_id, request.token_ids, end)
+        if rows and rows.all_sample and len(rows) == len(self.running):
+            self._streak = Streak(rows, self.cache)
 
     def release(self, request: Request, *, snapshot: bool = False) -> None:
         """Takes slot and pages back; `snapshot` leaves the request's end in the prefix cache."""
         self.running.remove(request)
+        self._streak = None
         self.cache.release(request.request_id, request.token_ids, request.num_computed, snapshot=snapshot)
         request.shard = request.slot = -1

@@ -24,7 +24,7 @@ from dsjax.request import Request, SamplingParams
 from dsjax.runner.batch import Layout, pack, unpack
 from dsjax.runner.buckets import Bucket
 from dsjax.runner.sampling import SlotParams
-from dsjax.scheduler.plan import RowPlan
+from dsjax.scheduler.plan import RowPlan, Rows
 from dsjax.sharding import Rules
 from dsjax.verify import ALL_MODES, Golden, RecordingRunner, read_golden, recording_runner, verify
 from tests.fakes import check_caches, default_parallel, preempt
@@ -201,7 +201,9 @@ def test_inner_tensors(folder):
             )
         )
     layout = Layout(Bucket(len(ids) + 16, 2, 16), spec)
-    host = pack(layout, rows, SlotParams(2))
+    slots, columns = SlotParams(2), Rows.of(rows)
+    slots.begin(columns)
+    host = pack(layout, columns, slots)
     params = checkpoint.load_params(folder, config, include_mtp=False)
     graph, state = assemble(config, params, np.dtype("float32"), with_mtp=False)
     cache = CacheState.create(spec, config, fill=float("nan"))

@@ -10,7 +10,7 @@ from dsjax.request import Request, SamplingParams
 from dsjax.runner.batch import PENDING, Layout, pack
 from dsjax.runner.buckets import Bucket
 from dsjax.runner.sampling import SlotParams
-from dsjax.scheduler.plan import RowPlan
+from dsjax.scheduler.plan import RowPlan, Rows
 from pallas_kernels.cache_write import NOWHERE
 from tests.cache.specs import cache_spec
 
@@ -54,8 +54,9 @@ def row(name, slot, tokens, start, end, tables, *, num_pending=0, num_shared=0, 
 
 
 def packed(bucket, *rows):
-    layout = Layout(bucket, SPEC)
-    host = pack(layout, rows, SlotParams(4))
+    layout, slots, columns = Layout(bucket, SPEC), SlotParams(4), Rows.of(rows)
+    slots.begin(columns)
+    host = pack(layout, columns, slots)
     return layout.views(host.ints, layout.ints), layout.views(host.floats, layout.floats)
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from dsjax.cache.spec import EntryKind
-from dsjax.runner.batch import PENDING, Layout
+from dsjax.runner.batch import PENDING, HostBatch, Layout, pack
 from dsjax.runner.buckets import Bucket
-from dsjax.scheduler.plan import RowPlan
+from dsjax.runner.sampling import SlotParams
+from dsjax.scheduler.plan import RowPlan, Rows
 from pallas_kernels.cache_write import NOWHERE
 from tests.runner.test_batch import SPEC, packed, row
 
@@ -104,3 +105,28 @@ def test_all_rows_at_once_are_each_token_by_itself(seed: int):
     for name, array in expected(bucket, rows).items():
         if name not in ("top_k", "seed", "flags"):
             assert actual[name].tolist() == array.tolist(), name
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_steps_that_begin_from_the_one_before_are_as_packed_anew(seed: int):
+    rng = random.Random(seed)
+    layout, slots = Layout(Bucket(4, 4, 1), SPEC), SlotParams(4)
+    plans = [random_row(rng, slot, is_decode=True) for slot in rng.sample(range(4), 3)]
+    for step in range(40):
+        if rng.random() < 0.1:  # one comes in another's place, with parameters of its own
+            r = rng.randrange(3)
+            plans[r] = random_row(rng, plans[r].cache.slot, is_decode=True)
+        rows = Rows.of(plans)
+        slots.begin(rows)
+        ints, floats = pack(layout, rows, slots)
+        anew = pack_anew(layout, rows)
+        assert ints.tolist() == anew.ints.tolist() and floats.tolist() == anew.floats.tolist(), step
+        plans = [row._replace(start=row.start + 1, first_of_stay=False) for row in plans if row.start < 63]
+        if len(plans) < 3:
+            break
+
+
+def pack_anew(layout: Layout, rows: Rows) -> HostBatch:
+    slots = SlotParams(4)
+    slots.begin(Rows.of([row._replace(first_of_stay=True) for row in rows]))
+    return pack(layout, rows, slots)

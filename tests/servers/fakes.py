@@ -198,17 +198,17 @@ class FakeEngine:
         else:
             token = ((output or request.prompt_token_ids)[-1] + 1) % 256
         output.append(token)
-        match = sequence.detokenizer.add([token])
+        text = sequence.detokenizer.add(token)
         finish, matched = None, None
         enough = len(output) >= params.min_tokens
-        if match is not None:
-            finish, matched = FinishReason.STOP, match.stop
+        if sequence.detokenizer.stop is not None:
+            finish, matched = FinishReason.STOP, sequence.detokenizer.stop
         elif (enough and token in params.stop_token_ids) or (enough and token == EOS_ID and not params.ignore_eos):
             finish, matched = FinishReason.STOP, token
         elif len(output) == params.max_tokens or request.num_prompt_tokens + len(output) >= self.max_model_len:
             finish = FinishReason.LENGTH
         if finish is not None:
-            sequence.detokenizer.finish()
+            text += sequence.detokenizer.finish()
         entry = self._logprobs(token, params.logprobs)
         prompt = None
         if first and params.prompt_logprobs is not None:
@@ -218,7 +218,7 @@ class FakeEngine:
             request_id=request.request_id,
             index=sequence.index,
             token_ids=(token,),
-            text=sequence.detokenizer.take_text(),
+            text=text,
             logprobs=entry,
             prompt_logprobs=prompt,
             finish_reason=finish,

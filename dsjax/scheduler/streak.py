@@ -1,0 +1,72 @@
+"""The steps of a shard in which all that runs decodes and nobody comes or goes.  [no jax]
+
+Then the next step has the same rows, a token further each. What changes besides is known in advance: a row needs a
+page, or completes a unit of the prefix cache, at a number of tokens (`RequestCache.quiet_until`), and the first request
+may end of its length after so many steps. So a step looks only at the few rows that have something due.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from dsjax.cache.manager import CacheManager
+from dsjax.scheduler.plan import Rows
+
+
+class Streak:
+    """Begins with the rows of a dispatched step, each of which drew a token; then `grant` and `dispatched` by turns."""
+
+    def __init__(self, rows: Rows, cache: CacheManager):
+        self.rows = rows  # of the last dispatched step
+        self._cache = cache
+        self._num_steps = 0
+
+    @cached_property
+    def _most_steps(self) -> int:
+        """Until a token in flight is the last that its request may have."""
+        return self._num_steps + min(request.max_total_tokens - request.num_tokens for request in self.rows.requests)
+
+    @cached_property
+    def _quiet_until(self) -> np.ndarray:
+        return np.array([cache.quiet_until(self._cache.spec) for cache in self.rows.caches])
+
+    @cached_property
+    def _same(self) -> tuple[np.ndarray, list[bool], list[bool]]:
+        """Columns of all steps after the first: a token each, which draws the next one."""
+        num = len(self.rows)
+        return np.ones(num, np.int32), [True] * num, [False] * num
+
+    @cached_property
+    def next_rows(self) -> Rows:
+        """Of the next step."""
+        rows = self.rows
+        return Rows(rows.requests, rows.caches, rows.slot, rows.end, *self._same)
+
+    @cached_property
+    def _due(self) -> list[int]:
+        """Rows of the next step of which more changes than their number of tokens."""
+        return np.flatnonzero(self.next_rows.end > self._quiet_until).tolist()
+
+    def grant(self) -> bool:
+        """Gets the pages of the next step. False if a row takes no part in it or pages are missing: it ends here."""
+        if self._num_steps >= self._most_steps:
+            return False
+        requests, ends = self.rows.requests, self.next_rows.end
+        return all(self._cache.extend(requests[r].request_id, int(ends[r])) for r in self._due)
+
+    def dispatched(self) -> None:
+        """The next step is on its way: its tokens count as computed."""
+        requests = self.rows.requests
+        for request in requests:
+            request.num_computed += 1
+            request.num_pending += 1
+        self._cache.advance(self.rows.caches)
+        for r in self._due:
+            request, held = requests[r], self.rows.caches[r]
+            self._cache.computed(request.request_id, request.token_ids, request.num_computed)
+            self._quiet_until[r] = held.quiet_until(self._cache.spec)
+        self.rows = self.next_rows
+        self._num_steps += 1
+        del self.next_rows, self._due
