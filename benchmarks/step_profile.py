@@ -96,6 +96,21 @@ def part_of(op_name: str, kinds: Mapping[str, LayerKind]) -> str:
     return part
 
 
+def op_paths(text: str) -> dict[str, str]:
+    """The path of each operation of a compiled program. Some products of a single row have none of their own: theirs is
+    that of an operation that uses their result."""
+    paths: dict[str, str] = {}
+    operands: dict[str, list[str]] = {}
+    for name, rest in re.findall(r"^\s*(?:ROOT )?%([\w.\-]+) = (.*)$", text, re.MULTILINE):
+        found = re.search(r'op_name="([^"]*)"', rest)
+        paths[name], operands[name] = found[1] if found else "", re.findall(r"%([\w.\-]+)", rest)
+    for name in reversed(paths):  # an operation comes after those whose results it uses
+        for operand in operands[name]:
+            if paths.get(operand) == "":
+                paths[operand] = paths[name]
+    return paths
+
+
 def layer_scopes(config: ModelConfig) -> dict[str, LayerKind]:
     """The scope of each layer, and of each of those that a loop goes over."""
     kinds, repeat = config.layer_kinds, Repeat.of(config)
@@ -129,7 +144,7 @@ def measure(
                 step()
         bucket = runner.buckets.choose([sizes])
         own_ns, count = _own_times(folder, text := runner.program_text(bucket))
-    op_names = dict(re.findall(r'%([\w.\-]+) = [^\n]*?op_name="([^"]*)"', text))
+    op_names = op_paths(text)
     shapes = dict(re.findall(r"^\s*(?:ROOT )?%([\w.\-]+) = ([\w\[\],()]+)", text, re.MULTILINE))
     cost = Planner(runner.config, runner.spec, dtype=dtype, stored=False).step([[(r.start, r.num_new) for r in rows]])
     scopes = layer_scopes(runner.config)

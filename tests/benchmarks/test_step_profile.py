@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.bench_model import random_weights
 from benchmarks.roofline import Roof
-from benchmarks.step_profile import PARTS, layer_scopes, measure, parse_case, part_of
+from benchmarks.step_profile import PARTS, layer_scopes, measure, op_paths, parse_case, part_of
 from configs.models import MODELS
 from dsjax.config import CacheConfig, LayerKind, SchedulerConfig
 from dsjax.load import make_runner
@@ -41,6 +41,18 @@ def test_other_cases_are_refused(case):
 def test_the_innermost_scope_counts(op_name, part):
     kinds = {"layer1": LayerKind.SLIDING, "layer3": LayerKind.CSA, "repeated0": LayerKind.HCA}
     assert part_of(op_name, kinds) == part
+
+
+def test_an_operation_without_a_path_has_that_of_its_user():
+    text = """
+      %p.1 = f32[1,4] parameter(0)
+      %dot.1 = f32[1,4] dot(%p.1, %w)
+      %bitcast.2 = f32[4] bitcast(%dot.1)
+      %add.3 = f32[4] add(%bitcast.2, %bitcast.2), metadata={op_name="jit(step)/layer1/experts/add"}
+      ROOT %neg.4 = f32[4] negate(%add.3), metadata={op_name="jit(step)/neg"}
+    """
+    own = "jit(step)/layer1/experts/add"
+    assert op_paths(text) == {"p.1": own, "dot.1": own, "bitcast.2": own, "add.3": own, "neg.4": "jit(step)/neg"}
 
 
 def test_layers_have_scopes_also_in_a_loop():
