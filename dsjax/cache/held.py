@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from dsjax.cache.pool import PagePool
 from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.spec import CacheSpec, EntryKind, KindSpec
 from dsjax.cache.tree import Node
@@ -125,3 +126,35 @@ class HeldPages:
             for kind in (*request.pages, EntryKind.WINDOW):
                 held[request.group, kind] += request.num_pages(kind)
         assert +held == +self._num, f"{held} pages are held and {self._num} counted"
+
+
+class PromisedPages:
+    """How many compressed pages the promised tokens of running requests need that these have not got."""
+
+    def __init__(self, spec: CacheSpec):
+        self._kinds = [spec.kinds[kind] for kind in spec.compressed_kinds]
+        self._num: Counter[EntryKind] = Counter()
+        self._num_requests = 0
+
+    def add(self, request: RequestCache, num: int = 1) -> None:
+        """Counts a request that starts; -1: no longer."""
+        self._num_requests += num
+        for spec in self._kinds:
+            self._num[spec.kind] += num * request.num_to_come(spec)
+
+    def give(self, request: RequestCache, spec: KindSpec) -> None:
+        """A request that is counted is about to get a page more."""
+        self._num[spec.kind] -= request.num_to_come(spec) > 0
+
+    def has_room(self, new: RequestCache, pools: Mapping[EntryKind, PagePool]) -> bool:
+        """Whether all prompts that run and a new one can be computed to their ends, without preempting each other."""
+        return not self._num_requests or all(
+            self._num[spec.kind] + new.num_to_come(spec) <= pools[spec.kind].num_available for spec in self._kinds
+        )
+
+    def check(self, requests: Iterable[RequestCache]) -> None:
+        """AssertionError unless the requests are those that were counted. For tests."""
+        requests = list(requests)
+        to_come = {spec.kind: sum(request.num_to_come(spec) for request in requests) for spec in self._kinds}
+        counted = {spec.kind: self._num[spec.kind] for spec in self._kinds}
+        assert (len(requests), to_come) == (self._num_requests, counted), f"{to_come} are to come and {counted} counted"

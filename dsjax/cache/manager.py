@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from dsjax.cache.held import NO_BOUNDARY, Admission, HeldPages, RequestCache
+from dsjax.cache.held import NO_BOUNDARY, Admission, HeldPages, PromisedPages, RequestCache
 from dsjax.cache.mover import Mover
 from dsjax.cache.moves import Moves, Planned
 from dsjax.cache.pool import PagePool
@@ -34,6 +34,7 @@ class CacheManager:
         self._window = spec.kinds[EntryKind.WINDOW]
         self._requests: dict[str, RequestCache] = {}
         self._held = HeldPages()
+        self._promised = PromisedPages(spec)
         kinds = [spec.kinds[kind] for kind in spec.pool_kinds]
         self._tables = {k.kind: np.full((spec.num_slots, k.table_width), k.num_pages, np.int32) for k in kinds}
         self._free_slots = deque(range(spec.num_slots))
@@ -156,11 +157,15 @@ class CacheManager:
         need = request.need(self.spec, min(len(tokens), match.num_tokens + max(1, num_first_tokens)))
         # The copied page is the first of those needed, unless the shared entries reach beyond the first chunk.
         wanted = {kind: max(need.num(kind), kind in copies) for kind in self.pools}
-        if not (all(wanted[k] <= self.pools[k].num_available for k in wanted) and self._has_promised_pages(request)):
+        if not (
+            all(wanted[k] <= self.pools[k].num_available for k in wanted)
+            and self._promised.has_room(request, self.pools)
+        ):
             self._release_pages(request)
             return None
         self._free_slots.popleft()
         self._requests[request_id] = request
+        self._promised.add(request)
         self.prefix.touch(match)
         # Sources are resolved before pages are allocated: a source may be evicted and handed out for its own copy.
         sources = {kind: self._planned.source(kind, page) for kind, (_, page) in copies.items()}
@@ -179,12 +184,6 @@ class CacheManager:
         else:
             self._planned.forget(EntryKind.STATE, request.slot)  # of a request that came and went in this plan
         return Admission(slot=request.slot, num_cached=match.num_tokens, num_shared=match.num_shared)
-
-    def _has_promised_pages(self, new: RequestCache) -> bool:
-        """Whether all prompts that run and a new one can be computed to their ends, without preempting each other."""
-        held = (*self._requests.values(), new) if self._requests else ()
-        kinds = ((self.spec.kinds[kind], self.pools[kind].num_available) for kind in self.spec.compressed_kinds)
-        return all(sum(request.num_to_come(spec) for request in held) <= num for spec, num in kinds)
 
     def _take_partial(self, request: RequestCache) -> dict[EntryKind, tuple[int, int]]:
         """Removes the shared pages that the request will write to; returns {pool: (page index, page id)} to copy."""
@@ -245,6 +244,7 @@ class CacheManager:
             request.window[index] = page
             self._tables[kind][request.slot, index % self._window.table_width] = page
         else:
+            self._promised.give(request, self.spec.kinds[kind])
             request.pages[kind].append(page)
             self._tables[kind][request.slot, index] = page
         self._held.add(request, kind, 1)
@@ -345,6 +345,7 @@ class CacheManager:
             self._register(request, tokens, min(num_computed, request.num_computed), again=True)
             if snapshot and num_computed == request.num_computed:
                 self._snapshot(request, tokens)
+        self._promised.add(request, -1)
         self._release_pages(request)
         self._free_slots.append(request.slot)
 
@@ -390,6 +391,7 @@ class CacheManager:
                     expected[index % spec.table_width] = page
                 assert (request.tables[kind] == expected).all(), f"{request.request_id}: {kind} table is out of date"
         self._held.check(self._requests.values())
+        self._promised.check(self._requests.values())
         slots = sorted([*self._free_slots, *(request.slot for request in self._requests.values())])
         assert slots == list(range(self.spec.num_slots)), f"row slots: {slots}"
         assert sum(pool.num_free + pool.num_cached + pool.num_used for pool in self.pools.values()) == self.num_total

@@ -166,7 +166,8 @@ class Scheduler:
 
     def _make_way(self, request: Request) -> bool:
         """Preempts a request that has to give way to a waiting one, on the shard where least is to be computed."""
-        shards = sorted(self.shards, key=lambda shard: (shard.num_tokens_left, shard.index))
+        able = (shard for shard in self.shards if shard.can_make_way(request))
+        shards = sorted(able, key=lambda shard: (shard.num_tokens_left, shard.index))
         return any(shard.make_way(request) for shard in shards)
 
     def _tenant_blocked(self) -> Callable[[str], bool]:

@@ -17,6 +17,7 @@ from dsjax.cache.prefix import UnitHashes
 from dsjax.config import SchedulerConfig
 from dsjax.request import Path, Request, Status
 from dsjax.scheduler import policy
+from dsjax.scheduler.census import Census
 from dsjax.scheduler.placement import Candidate
 from dsjax.scheduler.plan import RowPlan, Rows, ShardPlan
 from dsjax.scheduler.policy import Limits
@@ -39,6 +40,7 @@ class Shard:
         self.index, self.config, self.cache = index, config, cache
         self._costs = costs or SwapCosts(config.preemption_mode)
         self.running: list[Request] = []  # in order: nobody is preempted for the growth of one that comes later
+        self._census = Census(config)  # of them
         self._victims: list[Request] = []  # preempted while the step is planned
         self._grants: dict[Request, int] = {}  # tokens of the step being planned
         self._streak: Streak | None = None  # while the same rows decode
@@ -95,15 +97,11 @@ class Shard:
         if self._path_budget[path] <= 0:
             return True
         for limited in PATHS[1 : path + 1]:
-            members = self._members(limited)
+            num = self._census.num_members(limited)
             most = policy.row_limit(self.config, limited, self._limits.max_num_seqs)
-            if members and (len(members) >= most or self._is_over_share(limited)):
+            if num and (num >= most or self._is_over_share(limited)):
                 return True
         return False
-
-    def _members(self, path: Path) -> list[Request]:
-        """Running requests that a path's limits count: its own and colder ones, in order."""
-        return [request for request in self.running if request.path >= path]
 
     def _is_over_share(self, path: Path) -> bool:
         """Whether those that run have the pages that are theirs."""
@@ -244,6 +242,7 @@ class Shard:
         if admission is None:
             return False
         bisect.insort(self.running, request, key=_order)
+        self._census.add(request)
         self._streak = None
         request.status, request.shard, request.slot = Status.RUNNING, self.index, admission.slot
         request.num_computed, request.first_of_stay = admission.num_cached, True
@@ -281,11 +280,15 @@ class Shard:
 
     # --- giving way ------------------------------------------------------------------------------
 
-    def make_way(self, request: Request) -> bool:
-        """Preempts one running request so that a waiting one can start; False if none has to give way to it."""
+    def can_make_way(self, request: Request) -> bool:
+        """Whether rows and pages may be what a waiting request lacks, and someone may run who gives way to it."""
         whole = not self.config.enable_chunked_prefill and request.num_tokens > self._budget
         if self._budget <= 0 or self._is_short or whole:
-            return False  # rows and pages are not what it lacks
+            return False
+        return self._census.may_give_way(request)
+
+    def make_way(self, request: Request) -> bool:
+        """Preempts one running request so that a waiting one can start; False if none has to give way to it."""
         over = self._paths_over_share()
         chosen = self._reclaimed([r for r in self.running if policy.gives_way(self.config, r, request, r.path in over)])
         if chosen is not None:
@@ -303,10 +306,9 @@ class Shard:
     def _paths_over_share(self) -> set[Path]:
         found = set()
         for path in PATHS[1:]:
-            members = self._members(path)
             most = policy.row_limit(self.config, path, self._limits.max_num_seqs)
-            if len(members) > most or self._is_over_share(path):
-                found |= {request.path for request in members}
+            if self._census.num_members(path) > most or self._is_over_share(path):
+                found |= {other for other in self._census.paths() if other >= path}
         return found
 
     def _over_share(self, request: Request) -> Request | None:
@@ -331,9 +333,8 @@ class Shard:
 
     def _may_grow(self, request: Request) -> bool:
         """Within its path's pages, or the first of its path: so each path goes on."""
-        return not any(
-            self._is_over_share(path) and self._members(path)[0] is not request for path in PATHS[1 : request.path + 1]
-        )
+        limited = [path for path in PATHS[1 : request.path + 1] if self._is_over_share(path)]
+        return all(next(r for r in self.running if r.path >= path) is request for path in limited)
 
     def _victim(self, candidates: Sequence[Request]) -> Request:
         pairs = ((r, r.num_computed - self.cache.request(r.request_id).num_kept) for r in candidates)
@@ -389,6 +390,7 @@ class Shard:
     def release(self, request: Request, *, snapshot: bool = False) -> None:
         """Takes slot and pages back; `snapshot` leaves the request's end in the prefix cache."""
         self.running.remove(request)
+        self._census.remove(request)
         self._streak = None
         self.cache.release(request.request_id, request.token_ids, request.num_computed, snapshot=snapshot)
         request.shard = request.slot = -1
