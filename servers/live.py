@@ -15,7 +15,7 @@ from servers.streams import EventStream
 Batch = tuple[EventStream, list[TokenEvent], bool]  # what a stream is handed; the flag says that it is the last
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Live:
     """A request the engine knows."""
 
@@ -82,14 +82,14 @@ class LiveRequests:
 
     def _hold(self, events: Iterable[TokenEvent], cancel: Callable[[str], object]) -> Iterable[Live]:
         """Adds events to what their requests hold; returns these requests."""
-        found: dict[str, Live] = {}
+        found: dict[Live, None] = {}
         for event in events:
             live = self._live.get(event.request_id)
             if live is None:
                 continue  # its client went away while the step ran
             live.held.append(event)
-            found[event.request_id] = live
-            if not event.finished:
+            found[live] = None
+            if event.finish_reason is None and event.error is None:
                 live.last[event.index] = event
                 continue
             live.has_end = True
@@ -99,4 +99,4 @@ class LiveRequests:
                 live.last.clear()
             if not live.last:
                 del self._live[event.request_id]
-        return found.values()
+        return found

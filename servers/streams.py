@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from dsjax.errors import ErrorCode, RequestError
@@ -30,33 +29,41 @@ class Keeper(Protocol):
         ...
 
 
-@dataclass(slots=True)
 class _Merged:
-    """The merged events of one index: those that nobody has taken, or all."""
+    """The merged events of one index: those that nobody has taken, or all. One alone, the usual case, is not copied."""
 
-    last: TokenEvent
-    token_ids: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    __slots__ = ("_logprobs", "_prompt_logprobs", "_text", "_token_ids", "last", "num_ids")
+
+    def __init__(self, event: TokenEvent):
+        self.last = event
+        self.num_ids = len(event.token_ids)
+        self._text: list[str] = []  # it and those below are empty while there is one event
 
     def add(self, event: TokenEvent) -> None:
+        """Takes the next event."""
+        if not self._text:
+            first = self.last
+            self._text, self._token_ids, self._logprobs = [first.text], [*first.token_ids], [*first.logprobs]
+            self._prompt_logprobs = first.prompt_logprobs
         self.last = event
-        self.token_ids += event.token_ids
-        self.text.append(event.text)
-        self.logprobs += event.logprobs
+        self.num_ids += len(event.token_ids)
+        self._text.append(event.text)
+        self._token_ids += event.token_ids
+        self._logprobs += event.logprobs
         if event.prompt_logprobs is not None:
-            self.prompt_logprobs = event.prompt_logprobs
+            self._prompt_logprobs = event.prompt_logprobs
 
     def merged(self) -> TokenEvent:
         last = self.last
+        if not self._text:
+            return last
         return TokenEvent(
             request_id=last.request_id,
             index=last.index,
-            token_ids=tuple(self.token_ids),
-            text="".join(self.text),
-            logprobs=tuple(self.logprobs),
-            prompt_logprobs=self.prompt_logprobs,
+            token_ids=tuple(self._token_ids),
+            text="".join(self._text),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=self._prompt_logprobs,
             finish_reason=last.finish_reason,
             matched_stop=last.matched_stop,
             num_prompt_tokens=last.num_prompt_tokens,
@@ -100,6 +107,7 @@ class EventStream:
         """Adds events; False if the stream has ended with an error, so that the engine need not go on."""
         if self._error is not None:
             return False
+        is_due = False
         for event in events:
             if event.error is not None:
                 self.fail(event.error)
@@ -112,9 +120,10 @@ class EventStream:
                     self.fail(error)
                     return False
             if not self._detached:
-                _add(self._unread, event)
-                self._num_unread += _num_values(event)
-        if any(map(self._is_due, self._unread.values())):
+                unread = _add(self._unread, event)
+                self._num_unread += _num_values(event) if event.logprobs else len(event.token_ids)
+                is_due = is_due or self._is_due(unread)
+        if is_due:
             self._news.set()
         if self._max_unread and self._num_unread > self._max_unread:
             message = (
@@ -179,7 +188,7 @@ class EventStream:
 
     def _is_due(self, unread: _Merged) -> bool:
         last = unread.last
-        return last.finished or last.index not in self._started or len(unread.token_ids) >= self._interval
+        return last.finished or last.index not in self._started or unread.num_ids >= self._interval
 
     async def take_all(self) -> list[TokenEvent]:
         """Waits for the end and returns one merged event for each index, in order. Raises as `take`."""
@@ -191,11 +200,14 @@ class EventStream:
         return events
 
 
-def _add(merged: dict[int, _Merged], event: TokenEvent) -> None:
+def _add(merged: dict[int, _Merged], event: TokenEvent) -> _Merged:
+    """Adds an event to those of its index, which are returned."""
     found = merged.get(event.index)
     if found is None:
         found = merged[event.index] = _Merged(event)
-    found.add(event)
+    else:
+        found.add(event)
+    return found
 
 
 def _num_values(event: TokenEvent) -> int:
