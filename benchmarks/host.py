@@ -44,6 +44,7 @@ USAGE = f"python -m {PROGRAM} [--num_running=1,8,64,256] [--num_steps=200] [--nu
 PARTS = ("schedule", "cache", "build", "read", "text", "other")
 OUTPUT_LEN, INPUT_LEN = 32, 128  # of `prompts`
 BLOCK = 20  # steps that are timed together: a median over single ones would leave out those that admit
+DEVICE_S = 0.002  # the device's part of a step, in which a step's tokens are handed over
 LONG = 32768  # tokens of the prompt that is looked up
 
 
@@ -179,6 +180,7 @@ class _Replay:
         self.go = False  # requests are still being added
 
     def step(self) -> list[TokenEvent]:
+        time.sleep(DEVICE_S)
         return self.steps.popleft()
 
     def has_work(self) -> bool:
@@ -222,7 +224,7 @@ async def _hand_over_us(steps: Sequence[list[TokenEvent]]) -> float:
     busy = time.process_time()
     await thread.call(begin)
     while replay.steps:
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
     await thread.call(lambda engine: None)  # behind the last step's events
     busy = time.process_time() - busy
     await thread.stop(10.0)
