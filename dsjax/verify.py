@@ -177,7 +177,7 @@ class RecordingRunner:
 
     def __init__(self, runner: Runner, max_tokens: int, has_mtp: bool):
         self.runner, self.spec, self.max_tokens = runner, runner.spec, max_tokens
-        self.num_shards, self.has_mtp = runner.num_shards, has_mtp
+        self.num_shards, self.has_mtp, self.padding = runner.num_shards, has_mtp, runner.padding
         self.prompts: dict[str, Golden] = {}
 
     def dispatch(self, plan: StepPlan) -> tuple[list[tuple[str, int, int]], Sent]:
