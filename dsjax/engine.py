@@ -282,12 +282,12 @@ class Engine:
         params, num_tokens, num_prompt = request.params, len(request.token_ids), len(request.prompt_token_ids)
         reason: FinishReason | None = None
         matched: str | int | None = None
-        text = ""
+        text, shows = "", True
         if token in request.stop_ids:  # never before min_tokens: the step holds these ids back until then
             reason = FinishReason.STOP
             matched = token if token in params.stop_token_ids else None
-        # a stop token's own text is not part of the answer, unless asked for
-        shows = reason is None or (params.include_stop_str_in_output and matched is not None)
+            # its own text is not part of the answer, unless asked for
+            shows = params.include_stop_str_in_output and matched is not None
         if detokenizer is not None and shows:
             text = detokenizer.add(token)
             if reason is None and detokenizer.stop is not None:

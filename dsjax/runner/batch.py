@@ -144,7 +144,7 @@ def _pack_decode(layout: Layout, rows: Rows, slots: SlotParams) -> HostBatch:
 
     for name in ("row_position", "positions", "block_position"):
         put(name, start)
-    put("token_ids", _token_ids(rows))
+    put("token_ids", np.array(_last_ids(rows), np.int32))
     for kind in spec.pool_kinds:
         put(f"{kind.value}.table", tables[kind][slot].reshape(-1))
     window = spec.kinds[EntryKind.WINDOW]
@@ -154,14 +154,15 @@ def _pack_decode(layout: Layout, rows: Rows, slots: SlotParams) -> HostBatch:
     for kind in spec.compressed_kinds:
         kind_spec, name = spec.kinds[kind], kind.value
         index, part = np.divmod(start, kind_spec.ratio)
-        complete = part == kind_spec.ratio - 1
         put(f"{name}.window", index)
-        put(f"{name}.complete", complete)
-        # entries below num_shared are in shared pages already: recomputing must not store them twice
-        row = np.flatnonzero(complete & (index >= slots.num_shared[slot] // kind_spec.ratio))
-        page, entry = np.divmod(index[row], kind_spec.entries_per_page)
-        page = tables[kind][slot[row], page]
-        ints[layout.offsets[f"{name}.entry_slot"] + row] = page * kind_spec.entries_per_page + entry
+        row = np.flatnonzero(part == kind_spec.ratio - 1)  # few of a long window, and often none
+        if row.size:
+            ints[layout.offsets[f"{name}.complete"] + row] = 1
+            # entries below num_shared are in shared pages already: recomputing must not store them twice
+            row = row[index[row] >= slots.num_shared[slot[row]] // kind_spec.ratio]
+            page, entry = np.divmod(index[row], kind_spec.entries_per_page)
+            page = tables[kind][slot[row], page]
+            ints[layout.offsets[f"{name}.entry_slot"] + row] = page * kind_spec.entries_per_page + entry
     if layout.flags(step.ints)[-1]:
         layout.flags(ints)[-1] = slots.asks_of_prompts(rows)
     return HostBatch(ints, step.floats)
@@ -233,6 +234,15 @@ def _token_ids(rows: Rows) -> np.ndarray:
         if end > len(token_ids):
             found.append(PENDING)
     return np.array(found, np.int32)
+
+
+def _last_ids(rows: Rows) -> list[int]:
+    """Of rows that have one new token each."""
+    starts = rows.start.tolist()
+    return [
+        token_ids[start] if start < len(token_ids) else PENDING
+        for token_ids, start in zip([request.token_ids for request in rows.requests], starts, strict=True)
+    ]
 
 
 def _following(rows: Rows) -> int | list[int]:

@@ -151,7 +151,7 @@ class Shard:
     def _may_all_grow(self) -> bool:
         """Whether the next token of every running request is free of the turns of groups and of paths' shares."""
         shares = any(self.config.paths[path].share < 1 for path in PATHS[1:])
-        return not self.config.length_groups and not (shares and any(request.path for request in self.running))
+        return not self.config.length_groups and not (shares and any(self._census.paths()))
 
     def _grant_token(self, request: Request) -> None:
         """What `_grant` of one token comes to, for a request whose prompt is computed: the usual case, fast."""
