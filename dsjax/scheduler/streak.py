@@ -22,6 +22,7 @@ class Streak:
         self.rows = rows  # of the last dispatched step
         self._cache = cache
         self._num_steps = 0
+        self._quiet_steps = 0  # before so many steps nothing is due
 
     @cached_property
     def _most_steps(self) -> int:
@@ -47,6 +48,8 @@ class Streak:
     @cached_property
     def _due(self) -> list[int]:
         """Rows of the next step of which more changes than their number of tokens."""
+        if self._num_steps < self._quiet_steps:
+            return []
         return np.flatnonzero(self.next_rows.end > self._quiet_until).tolist()
 
     def grant(self) -> bool:
@@ -69,4 +72,6 @@ class Streak:
             self._quiet_until[r] = held.quiet_until(self._cache.spec)
         self.rows = self.next_rows
         self._num_steps += 1
+        if self._num_steps > self._quiet_steps:
+            self._quiet_steps = self._num_steps + int((self._quiet_until - self.rows.end).min())
         del self.next_rows, self._due
