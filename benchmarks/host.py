@@ -235,27 +235,26 @@ async def _hand_over_us(steps: Sequence[list[TokenEvent]]) -> float:
 
 
 def measure_waiting(num_waiting: int, num_steps: int, num_running: int = 64) -> dict[str, float]:
-    """What waiting requests add to a step in which none of them can start, and one that starts in its turn."""
-    found: dict[str, float] = {}
-    for waiting in (0, num_waiting):
-        engine = make_engine(num_running)
+    """What waiting requests add to a step in which none of them can start: an engine with them and one without step by
+    turns, for the machine's speed changes by more."""
+    engines = [make_engine(num_running) for _ in range(2)]
+    for engine, waiting in zip(engines, (0, num_waiting), strict=True):
         for number in range(num_running + waiting):
             engine.add(request(number, INPUT_LEN, num_steps + 100))
-        found[f"step_us_with_{waiting}_waiting"] = _steps_us(engine, num_steps)
-    first, last = found.values()
-    return {**found, "waiting_adds_us_a_step": last - first}
+        for _ in range(40):
+            engine.step()
+    pairs = [tuple(map(_step_us, engines)) for _ in range(num_steps)]
+    without, with_waiting = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return {
+        "step_us_with_0_waiting": without,
+        f"step_us_with_{num_waiting}_waiting": with_waiting,
+        "waiting_adds_us_a_step": statistics.median(more - less for less, more in pairs),
+    }
 
 
-def _steps_us(engine: Engine, num_steps: int) -> float:
-    for _ in range(40):
-        engine.step()
-    times = []
-    for _ in range(num_steps):
-        prepare(engine, 1)
-        begin = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times) * 1e6
+def _step_us(engine: Engine) -> float:
+    prepare(engine, 1)
+    return _us(engine.step)
 
 
 def measure_lookup() -> dict[str, float]:
