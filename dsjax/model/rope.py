@@ -38,9 +38,15 @@ def frequencies(config: ModelConfig, kind: LayerKind) -> np.ndarray:
 
 
 def cos_sin(freq: np.ndarray | jax.Array, positions: jax.Array) -> CosSin:
-    """Tables for integer positions [...]: two arrays [..., r/2]."""
+    """Tables for integer positions [...]: two arrays [..., r/2].
+
+    Joined behind a barrier: XLA's CPU would compute a cosine again in each operation that uses it, for every head; an
+    array joined along its last axis it keeps.
+    """
     angle = positions.astype(jnp.float32)[..., None] * freq
-    return jnp.cos(angle), jnp.sin(angle)
+    both = jax.lax.optimization_barrier(jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1))
+    cos, sin = jnp.split(both, 2, axis=-1)
+    return cos, sin
 
 
 def rotate(x: jax.Array, table: CosSin, *, inverse: bool = False) -> jax.Array:
