@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.indexer_topk import index_scores, indexer_topk, top_k_mask
@@ -30,6 +32,15 @@ def test_top_k_mask_equals_a_stable_sort(k):
     want = np.zeros(scores.shape, bool)
     np.put_along_axis(want, order, True, axis=1)
     assert (np.asarray(top_k_mask(jnp.asarray(scores), k)) == want).all()
+
+
+def test_top_k_mask_on_several_devices():
+    """XLA's compiler for several devices aborts at some uses of top_k that one device's takes."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    spec = PartitionSpec("data")
+    choose = jax.shard_map(lambda x: top_k_mask(x, 3), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    scores = jnp.asarray(np.random.default_rng(0).normal(size=(6, 20)), jnp.float32)
+    np.testing.assert_array_equal(jax.jit(choose)(scores), top_k_mask(scores, 3))
 
 
 def test_negative_zero_ties_with_zero():
