@@ -96,8 +96,8 @@ def index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array
 
 def top_k_mask(scores: jax.Array, k: int) -> jax.Array:
     """Where the k largest of the last axis are; ties go to the lowest index, -inf is never chosen. -> bool."""
-    # The barriers keep XLA's CPU at its selection of k: what is then cut out of the result makes it sort whole rows. One
-    # for both results would become the user of their tuple, at which XLA's compiler for several devices aborts.
+    # The barriers keep XLA's CPU at its selection of k: what is then cut out of the result makes it sort whole rows.
+    # One for both results would become the user of their tuple, at which XLA's compiler for several devices aborts.
     top, place = map(jax.lax.optimization_barrier, jax.lax.top_k(scores, k))
     worst = top[..., -1:]
     last = jnp.max(jnp.where(top == worst, place, -1), axis=-1, keepdims=True)  # of those equal to it that are chosen
