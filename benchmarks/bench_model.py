@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from absl import flags
 from flax import nnx
 
 from configs.models import MODELS
@@ -16,6 +17,13 @@ from dsjax.model.transformer import Transformer
 from dsjax.runner.runner import Runner
 
 MODEL = "bench-60m"
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Which model, in which type, and where its programs are kept."""
+    flags.DEFINE_string("model", "", f"checkpoint folder; without it random weights of {MODEL}", flag_values=values)
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "weights and activations", flag_values=values)
+    flags.DEFINE_string("compilation_cache_dir", "", "where compiled programs are kept", flag_values=values)
 
 
 def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:

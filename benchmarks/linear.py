@@ -21,8 +21,7 @@ from typing import Any
 from absl import flags
 from tqdm import tqdm
 
-from benchmarks import offline, workloads
-from benchmarks.bench_model import engine_of
+from benchmarks import bench_model, offline, workloads
 from benchmarks.machine import describe
 from benchmarks.roof_here import measure_roof
 from benchmarks.scale_plots import plot_parts
@@ -87,8 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     values: Any = flags.FlagValues()
-    flags.DEFINE_string("model", "", "checkpoint folder; without it random weights of bench-60m", flag_values=values)
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "weights and activations", flag_values=values)
+    bench_model.define_flags(values)
     flags.DEFINE_list("prompts", ["1024", "2048", "4096", "8192"], "tokens of a prompt", flag_values=values)
     contexts = [str(1024 << i) for i in range(6)]
     flags.DEFINE_list("contexts", contexts, "tokens behind each row of a decode step", flag_values=values)
@@ -97,7 +95,6 @@ def _main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("max_num_batched_tokens", 512, "of a step", 1, flag_values=values)
     flags.DEFINE_integer("runs", 3, "of every prompt", 1, flag_values=values)
     flags.DEFINE_float("seconds", 1.0, "how long to time a decode step", 0.0, flag_values=values)
-    flags.DEFINE_string("compilation_cache_dir", "", "where compiled programs are kept", flag_values=values)
     flags.DEFINE_string("output", "", "append each result as a line of JSON to this file", flag_values=values)
     flags.DEFINE_string("plots", "", "folder for the plot; needs the extra `plots`", flag_values=values)
     server_flags.parse(values, argv, f"python -m {PROGRAM} [--model=DIR] [--output=FILE] [--plots=DIR]")
@@ -111,7 +108,7 @@ def _main(argv: Sequence[str]) -> int:
         scheduler = SchedulerConfig(
             max_num_seqs=max(rows), max_num_batched_tokens=values.max_num_batched_tokens, max_model_len=length
         )
-        engine = engine_of(
+        engine = bench_model.engine_of(
             values.model, dtype=values.dtype, scheduler=scheduler, cache=CacheConfig(enable_prefix_caching=False)
         )
         seconds = measure_prompts(engine, some, values.runs)

@@ -27,8 +27,7 @@ from typing import Any
 from absl import flags
 from tqdm import tqdm
 
-from benchmarks import machine, offline, workloads
-from benchmarks.bench_model import engine_of
+from benchmarks import bench_model, machine, offline, workloads
 from benchmarks.metrics import Record, padded_shares, summarize
 from benchmarks.scale_plots import plot_sweep
 from dsjax.config import SchedulerConfig
@@ -71,7 +70,7 @@ def make_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max(load.input_len + load.output_len for load in sweep.values()),
     )
-    engine = engine_of(model, dtype=dtype, scheduler=scheduler)
+    engine = bench_model.engine_of(model, dtype=dtype, scheduler=scheduler)
     engine.warm_up(progress=True)
     return engine
 
@@ -169,8 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     values: Any = flags.FlagValues()
-    flags.DEFINE_string("model", "", "checkpoint folder; without it random weights of bench-60m", flag_values=values)
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "weights and activations", flag_values=values)
+    bench_model.define_flags(values)
     flags.DEFINE_multi_enum("sweep", ["requests", "lengths"], ["requests", "lengths"], "repeatable", flag_values=values)
     numbers, lengths = [str(1 << i) for i in range(9)], [str(64 << i) for i in range(9)]
     flags.DEFINE_list("num_requests", numbers, "of sweep requests: how many at once", flag_values=values)
@@ -182,7 +180,6 @@ def _main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("max_num_batched_tokens", 512, "of a step", 1, flag_values=values)
     flags.DEFINE_integer("runs", 3, "of every point", 1, flag_values=values)
     flags.DEFINE_float("seconds", 2.0, "that a run takes at least", 0.0, flag_values=values)
-    flags.DEFINE_string("compilation_cache_dir", "", "where compiled programs are kept", flag_values=values)
     flags.DEFINE_string("output", "", "JSON lines: a run each, read at the start and added to", flag_values=values)
     flags.DEFINE_string("plots", "", "folder for the plots; needs the extra `plots`", flag_values=values)
     server_flags.parse(values, argv, f"python -m {PROGRAM} [--model=DIR] [--output=FILE] [--plots=DIR]")

@@ -32,7 +32,7 @@ import jax
 from absl import flags
 from tqdm import tqdm
 
-from benchmarks.bench_model import runner_of
+from benchmarks import bench_model
 from benchmarks.machine import describe
 from benchmarks.roof_here import measure_roof
 from benchmarks.roofline import Roof
@@ -199,13 +199,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
-    flags.DEFINE_string("model", "", "checkpoint folder; without it random weights of bench-60m", flag_values=values)
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "weights and activations", flag_values=values)
+    bench_model.define_flags(values)
     flags.DEFINE_list("cases", ["1x1", "8x1", "32x1", "1x512", "1x2048"], "steps to profile", flag_values=values)
     flags.DEFINE_integer("context", 460, "tokens behind a decoding row", lower_bound=1, flag_values=values)
     flags.DEFINE_float("seconds", 3.0, "how long to time a case", lower_bound=0.0, flag_values=values)
     flags.DEFINE_integer("ops", 0, "operations to list, the slowest first", lower_bound=0, flag_values=values)
-    flags.DEFINE_string("compilation_cache_dir", "", "where compiled programs are kept", flag_values=values)
     flags.DEFINE_string("output", "", "append a JSON line a case to this file", flag_values=values)
     server_flags.parse(values, argv, f"python -m {PROGRAM} [--model=DIR] [--cases=32x1,1x512] [--output=FILE]")
     cases = {case: parse_case(case) for case in values.cases}
@@ -219,7 +217,7 @@ def _main(argv: Sequence[str]) -> int:
         ),
         "dtype": values.dtype,
     }
-    runner, _ = runner_of(values.model, **options)
+    runner, _ = bench_model.runner_of(values.model, **options)
     roof = measure_roof(values.dtype)
     profiles = [
         measure(runner, case, values.context, values.seconds, roof=roof, dtype=values.dtype, num_ops=values.ops)
