@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsjax.cache.spec import CacheSpec, EntryKind
+from dsjax.cache.spec import CacheSpec, EntryKind, KindSpec
 from dsjax.model.batch import ForwardBatch
 from dsjax.runner import sampling
 from dsjax.runner.buckets import Bucket
@@ -147,10 +147,7 @@ def _pack_decode(layout: Layout, rows: Rows, slots: SlotParams) -> HostBatch:
     put("token_ids", np.array(_last_ids(rows), np.int32))
     for kind in spec.pool_kinds:
         put(f"{kind.value}.table", tables[kind][slot].reshape(-1))
-    window = spec.kinds[EntryKind.WINDOW]
-    page, entry = np.divmod(start, window.entries_per_page)
-    page = tables[EntryKind.WINDOW][slot, page % window.table_width]
-    put("window_slot", page * window.entries_per_page + entry)
+    put("window_slot", _slots(spec.kinds[EntryKind.WINDOW], tables[EntryKind.WINDOW], slot, start))
     for kind in spec.compressed_kinds:
         kind_spec, name = spec.kinds[kind], kind.value
         index, part = np.divmod(start, kind_spec.ratio)
@@ -160,9 +157,7 @@ def _pack_decode(layout: Layout, rows: Rows, slots: SlotParams) -> HostBatch:
             ints[layout.offsets[f"{name}.complete"] + row] = 1
             # entries below num_shared are in shared pages already: recomputing must not store them twice
             row = row[index[row] >= slots.num_shared[slot[row]] // kind_spec.ratio]
-            page, entry = np.divmod(index[row], kind_spec.entries_per_page)
-            page = tables[kind][slot[row], page]
-            ints[layout.offsets[f"{name}.entry_slot"] + row] = page * kind_spec.entries_per_page + entry
+            ints[layout.offsets[f"{name}.entry_slot"] + row] = _slots(kind_spec, tables[kind], slot[row], index[row])
     if layout.flags(step.ints)[-1]:
         layout.flags(ints)[-1] = slots.asks_of_prompts(rows)
     return HostBatch(ints, step.floats)
@@ -191,11 +186,10 @@ def _slot_tables(rows: Rows) -> dict[EntryKind, np.ndarray]:
     return rows.caches[0].slot_tables
 
 
-def _pack_window(a: dict[str, np.ndarray], spec: CacheSpec, row: np.ndarray, position: np.ndarray) -> None:
-    """Where the tokens' window rows go."""
-    window = spec.kinds[EntryKind.WINDOW]
-    page = a[f"{EntryKind.WINDOW.value}.table"][row, position // window.entries_per_page % window.table_width]
-    a["window_slot"][: row.size] = page * window.entries_per_page + position % window.entries_per_page
+def _slots(spec: KindSpec, table: np.ndarray, row: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Where in their pool the index-th entries of these rows of the table go; a window's table is a ring."""
+    page, entry = np.divmod(index, spec.entries_per_page)
+    return table[row, page % spec.table_width] * spec.entries_per_page + entry
 
 
 def _pack_tokens(
@@ -207,7 +201,9 @@ def _pack_tokens(
     a["token_row"][: tokens.total] = tokens.row
     a["positions"][: tokens.total] = position
     a["row_last"][: start.size] = tokens.first + num_new - 1
-    _pack_window(a, layout.spec, tokens.row, position)
+    window = layout.spec.kinds[EntryKind.WINDOW]
+    slots = _slots(window, a[f"{EntryKind.WINDOW.value}.table"], tokens.row, position)
+    a["window_slot"][: tokens.total] = slots
     blocks = _Runs(-(-num_new // block))
     begin = blocks.counted * block  # of the row's new tokens
     length = np.minimum(num_new[blocks.row] - begin, block)
@@ -282,8 +278,7 @@ def _pack_pieces(
     complete = window_end <= end[row]
     # entries below num_shared are in shared pages already: recomputing must not store them twice
     store = complete & (window >= (num_shared // spec.ratio)[row])
-    page = a[f"{name}.table"][row, np.minimum(window // spec.entries_per_page, spec.table_width - 1)]
-    slot = page * spec.entries_per_page + window % spec.entries_per_page
+    slot = _slots(spec, a[f"{name}.table"], row, window)
     a[f"{name}.row"][span] = row
     a[f"{name}.window"][span] = window
     a[f"{name}.first"][pieces.first] = 1
