@@ -155,6 +155,8 @@ def _kernels_in_words(kernels: str, device: Any, target: Target) -> str:
         return "plain JAX, as kernels=jnp asks"
     if target.has_tpu_kernels or target.has_gpu_kernels:
         return f"Pallas, for {target.generation}"
+    if target.has_native_kernels:
+        return "machine code made for this CPU, and plain JAX"
     if target.generation:
         return f"plain JAX, since those for {device.device_kind} need JAX 0.12 or newer and this is {jax.__version__}"
     return f"plain JAX, since there are none for {device.device_kind} (platform {device.platform})"

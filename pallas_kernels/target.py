@@ -11,12 +11,13 @@ from jax import lax
 
 _GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}  # by JAX's device_kind
 _ARCHITECTURES = {"9.0": "sm_90a", "10.0": "sm_100a"}  # by compute capability: H100, H200; B200
+HOST = "host"
 
 
 @dataclass(frozen=True)
 class Target:
-    """`generation` is v5e, v5p, v6e or tpu7x of a TPU, sm_90a or sm_100a of a GPU, empty for all other devices;
-    `interpret` runs a device's kernels on a CPU."""
+    """`generation` is v5e, v5p, v6e or tpu7x of a TPU, sm_90a or sm_100a of a GPU, host of the CPU that this runs on,
+    empty for all other devices; `interpret` runs a device's kernels on a CPU."""
 
     platform: str  # cpu, tpu or gpu
     generation: str = ""
@@ -28,11 +29,17 @@ class Target:
         platform = str({"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform))
         if platform == "gpu":
             return cls(platform, _ARCHITECTURES.get(getattr(device, "compute_capability", ""), ""))
+        if platform == "cpu":
+            return cls(platform, HOST)
         return cls(platform, _GENERATIONS.get(device.device_kind, "") if platform == "tpu" else "")
 
     @property
     def has_tpu_kernels(self) -> bool:
         return self.platform == "tpu" and bool(self.generation)
+
+    @property
+    def has_native_kernels(self) -> bool:
+        return self.platform == "cpu" and self.generation == HOST
 
     @property
     def has_gpu_kernels(self) -> bool:

@@ -12,16 +12,16 @@ import pytest
 from configs.models import MODELS
 from dsjax.config import CacheConfig, SchedulerConfig
 from dsjax.load import _kernels_in_words, make_runner
-from pallas_kernels.target import CPU, Target
+from pallas_kernels.target import CPU, HOST, Target
 
 
 def test_a_device_without_kernels_is_told_once(caplog):
     scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64)
     with caplog.at_level(logging.INFO, logger="dsjax"):
         runner, _ = make_runner(MODELS["tiny-mixed"](), None, cache=CacheConfig(), scheduler=scheduler)
-    assert runner.target == Target("cpu")
+    assert runner.target == Target("cpu", HOST)
     said = [r.getMessage() for r in caplog.records if "kernels" in r.getMessage()]
-    assert said == ["kernels: plain JAX, since there are none for cpu (platform cpu)"]
+    assert said == ["kernels: machine code made for this CPU, and plain JAX"]
 
 
 @pytest.mark.parametrize(

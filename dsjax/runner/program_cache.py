@@ -30,6 +30,8 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from pallas_kernels import native
+
 log = logging.getLogger("dsjax")
 
 SUFFIX, TEMPORARY = ".program", ".part"
@@ -49,6 +51,8 @@ class ProgramCache:
         self.folder, self.max_bytes = folder, max_bytes
         self.num_loaded = self.num_damaged = 0
         self._devices = list(devices)
+        if self._devices[0].platform == "cpu":
+            native.register()  # a program that is loaded calls it by name
         self._common = _hash([*_surroundings(), *_of_devices(self._devices), *facts])
 
     def path(self, facts: Iterable[object]) -> Path:

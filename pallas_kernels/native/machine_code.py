@@ -1,0 +1,68 @@
+"""Makes machine code for this CPU, and makes it known to XLA."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from llvmlite import binding, ir
+
+from pallas_kernels.native.emit import FLOAT, HALF
+from pallas_kernels.native.handler import handler
+
+KINDS = {"float32": FLOAT, "bfloat16": HALF}
+Emit = Callable[[ir.Module, str, ir.Type], None]  # (module, name, kind): puts an operation into a module, see `handler`
+
+
+class Operation:
+    """An operation on float32 and on bfloat16."""
+
+    def __init__(self, name: str, emit: Emit):
+        self.name = name
+        for dtype, kind in KINDS.items():
+            _to_compile[f"dsjax.{name}.{dtype}"] = emit, kind
+
+    def __call__(self, dtype: jnp.dtype, results: Any, *operands: jax.Array | np.ndarray) -> Any:
+        """In what is traced for a CPU. `results` are shapes, of one result or a tuple."""
+        register()
+        return jax.ffi.ffi_call(f"dsjax.{self.name}.{dtype.name}", results)(*operands)
+
+
+def register() -> None:
+    """Compiles the operations that are not yet, and makes them known to XLA: a third of a second, once a process.
+
+    To be called before a program that uses them is loaded; where one is traced, an operation does it.
+    """
+    if not _to_compile:
+        return
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    features = binding.get_host_cpu_features().flatten()
+    target = binding.Target.from_default_triple()
+    while _to_compile:
+        name, (emit, kind) = _to_compile.popitem()
+        code = ir.Module(name)
+        emit(code, name, kind)
+        module = binding.parse_assembly(str(code))
+        module.link_in(binding.parse_assembly(handler(name)))
+        module.verify()
+        # No passes over it: what is emitted is as it should run, and they take longer than all the rest.
+        machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features, opt=2)
+        engine = binding.create_mcjit_compiler(module, machine)
+        engine.finalize_object()
+        _compiled.append(engine)
+        jax.ffi.register_ffi_target(name, _capsule(engine.get_function_address(name)), platform="cpu")
+
+
+_to_compile: dict[str, tuple[Emit, ir.Type]] = {}
+_compiled: list[binding.ExecutionEngine] = []  # their code is called as long as the process lives
+
+
+def _capsule(address: int) -> object:
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return new(address, b"xla._CUSTOM_CALL_TARGET", None)
