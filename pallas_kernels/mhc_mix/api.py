@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.mhc_mix import gpu, reference, tpu
+from pallas_kernels.mhc_mix import gpu, native, reference, tpu
 from pallas_kernels.mhc_mix.reference import sinkhorn
 from pallas_kernels.target import CPU, Target
 
@@ -42,6 +42,8 @@ def mhc_read(
         return tpu.mhc_read(streams, fn, base, scale, config, target=target)
     if gpu.supports(streams, target):
         return gpu.mhc_read(streams, fn, base, scale, config, target=target)
+    if native.supports(streams, target):
+        return native.mhc_read(streams, fn, base, scale, config)
     return reference.mhc_read(streams, fn, base, scale, config)
 
 
@@ -65,4 +67,6 @@ def mhc_write(
         return tpu.mhc_write(streams, out, post, comb, target=target)
     if gpu.supports(streams, target) and out.dtype == streams.dtype:
         return gpu.mhc_write(streams, out, post, comb, target=target)
+    if native.supports(streams, target):
+        return native.mhc_write(streams, out, post, comb)
     return reference.mhc_write(streams, out, post, comb)
