@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import chosen as masks
-from pallas_kernels import gpu_attention, tpu_attention
+from pallas_kernels import gpu_attention, native_attention, tpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.csa_attention import reference
 from pallas_kernels.swa_attention.api import check_shapes, finish
@@ -31,7 +31,8 @@ def csa_attention(
 ) -> jax.Array:  # [NB, B, sinks, H] float32
     """A query attends to its window and to its chosen entries. Raises ValueError for shapes that do not fit.
 
-    On a GPU with kernels it is one for what `gpu_attention.supports`, else the jnp path.
+    On a GPU with kernels it is one for what `gpu_attention.supports`, on a CPU for what `native_attention.supports`,
+    else the jnp path.
     """
     check_shapes("csa_attention", q, blocks, window_pages, sink)
     check_shapes("csa_attention", q, blocks, entry_pages, sink)
@@ -50,6 +51,10 @@ def csa_attention(
             gpu_attention.chosen_keys(blocks, entry_pages, ratio, chosen),
         ]
         run = gpu_attention.attend(q, keys, sink, **kernel)
+    elif native_attention.supports(q, list(pages), target):
+        near = native_attention.window_entries(blocks, window_pages, window)
+        far = native_attention.chosen_entries(blocks, entry_pages, chosen)
+        run = native_attention.attend(q, near, far, sink, scale)
     else:
         run = reference.csa_attention(q, blocks, *pages, chosen, **sizes, scale=scale)
     return finish(run, q, sink, entry_pages)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import gpu_attention, tpu_attention
+from pallas_kernels import gpu_attention, native_attention, tpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.hca_attention import reference
 from pallas_kernels.swa_attention.api import check_shapes, finish
@@ -27,7 +27,8 @@ def hca_attention(
 ) -> jax.Array:  # [NB, B, sinks, H] float32
     """A query at position p attends to its window and to entries w < (p + 1) // ratio. Raises ValueError on shapes.
 
-    On a GPU with kernels it is one for what `gpu_attention.supports`, else the jnp path.
+    On a GPU with kernels it is one for what `gpu_attention.supports`, on a CPU for what `native_attention.supports`,
+    else the jnp path.
     """
     check_shapes("hca_attention", q, blocks, window_pages, sink)
     check_shapes("hca_attention", q, blocks, entry_pages, sink)
@@ -41,6 +42,10 @@ def hca_attention(
             gpu_attention.visible_keys(blocks, entry_pages, ratio, q.shape[1]),
         ]
         run = gpu_attention.attend(q, keys, sink, **kernel)
+    elif native_attention.supports(q, list(pages), target):
+        near = native_attention.window_entries(blocks, window_pages, window)
+        far = native_attention.visible_entries(blocks, entry_pages, ratio)
+        run = native_attention.attend(q, near, far, sink, scale)
     else:
         run = reference.hca_attention(q, blocks, *pages, **sizes, scale=scale)
     return finish(run, q, sink, entry_pages)

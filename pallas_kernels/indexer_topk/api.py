@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.blocks import Pages, QueryBlocks
-from pallas_kernels.indexer_topk import gpu, gpu_scores, reference, tpu
+from pallas_kernels.indexer_topk import gpu, gpu_scores, native, reference, tpu
 from pallas_kernels.indexer_topk.reference import index_scores, top_k_mask
 from pallas_kernels.pool import in_key_basis
 from pallas_kernels.target import CPU, Target
@@ -43,4 +43,5 @@ def indexer_topk(
             return tpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)
         if gpu_scores.supports(q, key_pages, target):
             return gpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)
-    return reference.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k)
+    scores_of = native.scores if native.supports(q, [key_pages], target) else None
+    return reference.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, scores_of=scores_of)

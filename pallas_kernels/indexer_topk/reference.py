@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -13,8 +15,16 @@ from pallas_kernels.pool import Pool
 
 
 def indexer_topk(
-    q: jax.Array, weights: jax.Array, blocks: QueryBlocks, pages: Pages, *, ratio: int, k: int
+    q: jax.Array,
+    weights: jax.Array,
+    blocks: QueryBlocks,
+    pages: Pages,
+    *,
+    ratio: int,
+    k: int,
+    scores_of: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
+    """`scores_of(q, weights, blocks, pages, ratio=ratio)` are the scores where there is a kernel for them."""
     is_block = q.shape[1] > 1  # of a row's queries, for which the choice is a mask
     visible = visible_entries(q, blocks, ratio)  # [NB, B]
     if pages.max_entries * pages.count <= k:
@@ -26,7 +36,11 @@ def indexer_topk(
         visible = visible_entries(q, blocks, ratio)
 
         def best(pool: Pool) -> jax.Array:
-            scores = _scores(q, weights, blocks, pages._replace(pool=pool), visible)
+            here = pages._replace(pool=pool)
+            if scores_of is not None:
+                scores = scores_of(q, weights, blocks, here, ratio=ratio)
+            else:
+                scores = _scores(q, weights, blocks, here, visible)
             if is_block:
                 return top_k_mask(scores, k)
             top, place = jax.lax.top_k(scores[:, 0], k)

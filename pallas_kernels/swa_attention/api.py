@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import gpu_attention, tpu_attention
+from pallas_kernels import gpu_attention, native_attention, tpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.online_softmax import Running
 from pallas_kernels.swa_attention import reference
@@ -25,7 +25,8 @@ def swa_attention(
 ) -> jax.Array:  # [NB, B, sinks, H] float32
     """Each query attends to the last `window` positions of its row, itself included. Raises ValueError on shapes.
 
-    On a GPU with kernels it is one for what `gpu_attention.supports`, else the jnp path.
+    On a GPU with kernels it is one for what `gpu_attention.supports`, on a CPU for what `native_attention.supports`,
+    else the jnp path.
     """
     check_shapes("swa_attention", q, blocks, window_pages, sink)
     kernel: Any = {"scale": scale, "target": target, "partial": window_pages.count > 1}
@@ -34,6 +35,9 @@ def swa_attention(
     elif gpu_attention.supports(q, [window_pages], target):
         keys = [gpu_attention.window_keys(blocks, window_pages, window, q.shape[1])]
         run = gpu_attention.attend(q, keys, sink, **kernel)
+    elif native_attention.supports(q, [window_pages], target):
+        entries = native_attention.window_entries(blocks, window_pages, window)
+        run = native_attention.attend(q, entries, None, sink, scale)
     else:
         run = reference.swa_attention(q, blocks, window_pages, window=window, scale=scale)
     return finish(run, q, sink, window_pages)

@@ -11,11 +11,11 @@ from pallas_kernels.csa_attention import csa_attention
 from pallas_kernels.hca_attention import hca_attention
 from pallas_kernels.pool import Pool
 from pallas_kernels.swa_attention import swa_attention
-from pallas_kernels.target import CPU, Target
+from pallas_kernels.target import CPU, HOST, Target
 
-TPU = Target("tpu", "v6e", interpret=True)
-TARGETS = pytest.mark.parametrize("target", [CPU, TPU], ids=["jnp", "tpu"])
-HEADS, WIDTH, WINDOW, RATIO, EPP = 2, 16, 8, 4, 4
+TPU, NATIVE = Target("tpu", "v6e", interpret=True), Target("cpu", HOST)
+TARGETS = pytest.mark.parametrize("target", [CPU, TPU, NATIVE], ids=["jnp", "tpu", "native"])
+HEADS, WIDTH, WINDOW, RATIO, EPP = 4, 16, 8, 4, 4
 CONTEXT = [600, 1, 9, 8, 17]  # tokens of each row, the last block of which asks
 
 
@@ -131,11 +131,14 @@ def test_csa_sees_its_chosen_entries(block, target):
     world.check(got, lambda r, j, visible: chosen[r, j])
 
 
-def test_a_large_sink_does_not_overflow():
+@pytest.mark.parametrize("target", [CPU, NATIVE], ids=["jnp", "native"])
+def test_a_large_sink_does_not_overflow(target):
     """The release takes the maximum over keys only, which overflows where a sink exceeds them by more than 88."""
     world = _World(1)
-    world.sink = np.array([200.0, -200.0], np.float32)
-    got = swa_attention(world.q, world.blocks, world.window, world.sink, window=WINDOW, scale=WIDTH**-0.5)
+    world.sink = np.array([200.0, -200.0, 0.0, 90.0], np.float32)
+    got = swa_attention(
+        world.q, world.blocks, world.window, world.sink, window=WINDOW, scale=WIDTH**-0.5, target=target
+    )
     assert np.isfinite(np.asarray(got)[:-1]).all()
     assert np.abs(np.asarray(got)[:-1, 0, 0]).max() < 1e-30
     world.check(got, lambda r, j, visible: [])

@@ -11,6 +11,9 @@ from jax.sharding import AxisType, PartitionSpec
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.indexer_topk import index_scores, indexer_topk, top_k_mask
 from pallas_kernels.pool import Pool
+from pallas_kernels.target import CPU, HOST, Target
+
+NATIVE = Target("cpu", HOST)
 
 
 def test_top_k_mask_breaks_ties_by_index_and_never_takes_minus_infinity():
@@ -50,11 +53,12 @@ def test_negative_zero_ties_with_zero():
     assert not np.signbit(np.asarray(scores)).any()
 
 
+@pytest.mark.parametrize("target", [CPU, NATIVE], ids=["jnp", "native"])
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("k", [3, 5, 400])
-def test_selection_over_pages_equals_dense(block, k):
+def test_selection_over_pages_equals_dense(block, k, target):
     rng = np.random.default_rng(1)
-    ratio, heads, width, epp = 4, 3, 8, 8
+    ratio, heads, width, epp = 4, 4, 16, 8
     context = [517, 9, 130]  # tokens of three rows; 129 entries make the stream take two parts
     pages_of = [-(-(n // ratio) // epp) or 1 for n in context]
     table = np.full((3, max(pages_of)), 99, np.int32)
@@ -73,7 +77,7 @@ def test_selection_over_pages_equals_dense(block, k):
     q = rng.normal(size=(4, block, heads, width)).astype(np.float32)
     weights = rng.normal(size=(4, block, heads)).astype(np.float32)
     pages = Pages(Pool.plain(jnp.asarray(pool)), jnp.asarray(table), 1, 99)
-    got = np.asarray(indexer_topk(jnp.asarray(q), jnp.asarray(weights), blocks, pages, ratio=ratio, k=k))
+    got = np.asarray(indexer_topk(jnp.asarray(q), jnp.asarray(weights), blocks, pages, ratio=ratio, k=k, target=target))
     for r in range(3):
         for j in range(block):
             visible = (position[r] + j + 1) // ratio
