@@ -97,7 +97,7 @@ def measure(parts: int, context: int, num_rows: int, repeat: int) -> Measured:
         runner.read(runner.dispatch(plan))
         times.append((time.perf_counter() - start) * 1e3)
     times = times[2:]  # the first compiles
-    bucket = runner.buckets.choose([[1] * num_rows])
+    bucket = runner.buckets.choose([(num_rows, num_rows)])
     text = runner.lower(bucket).compile().as_text() or ""
     found = [c for c in collectives(text) if not c.conditional]
     pages = sum(array.nbytes for array in jax.tree.leaves(runner.cache.pools)) // parts

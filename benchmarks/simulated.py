@@ -131,7 +131,7 @@ class SimulatedRunner:
 
     def dispatch(self, plan: StepPlan) -> Sent:
         rows = [[(row.start, row.num_new) for row in part.rows] for part in plan.shards]
-        bucket = self.buckets.choose([[num_new for _, num_new in some] for some in rows])
+        bucket = self.buckets.choose([(len(part.rows), part.num_tokens) for part in plan.shards])
         self.padding.add(bucket, self.num_shards, plan.num_tokens)
         seconds = self.timer(rows, bucket)
         if self.on_step is not None:

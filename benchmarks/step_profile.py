@@ -142,7 +142,7 @@ def measure(
         with jax.profiler.trace(folder):
             for _ in range(TRACED_STEPS):
                 step()
-        bucket = runner.buckets.choose([sizes])
+        bucket = runner.buckets.choose([(len(sizes), sum(sizes))])
         own_ns, count = _own_times(folder, text := runner.program_text(bucket))
     op_names = op_paths(text)
     shapes = dict(re.findall(r"^\s*(?:ROOT )?%([\w.\-]+) = ([\w\[\],()]+)", text, re.MULTILINE))

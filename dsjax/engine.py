@@ -259,9 +259,9 @@ class Engine:
         now_s = self.clock()
         events: list[TokenEvent] = []
         drawn, num_rows, num_tokens = output.tokens.tolist(), 0, 0
-        for rows in (shard.rows for shard in step.plan.shards):
+        for shard, rows in enumerate(part.rows for part in step.plan.shards):
             tokens = drawn[num_rows : num_rows + len(rows)]
-            self.scheduler.complete(rows, tokens)
+            self.scheduler.complete(shard, rows, tokens)
             self.control.tokens(rows, now_s)
             for r, (request, token, samples) in enumerate(zip(rows.requests, tokens, rows.samples, strict=True)):
                 sequence = self._by_request.get(request)

@@ -281,11 +281,9 @@ class CacheManager:
         request.is_spare = request.boundary not in points
         return request.boundary
 
-    def advance(self, requests: Iterable[RequestCache]) -> None:
-        """Notes that a dispatched step covers a token more of each; for those beyond their `quiet_until` `computed`
-        is to be called too."""
-        for request in requests:
-            request.num_computed += 1
+    def advance(self, request: RequestCache, num_computed: int) -> None:
+        """Notes that dispatched steps cover so many tokens, all below `quiet_until`: else `computed` is called."""
+        request.num_computed = num_computed
 
     def computed(self, request_id: str, tokens: Sequence[int], num_computed: int) -> Copy | None:
         """Notes that a dispatched step covers the request's first `num_computed` tokens.

@@ -12,6 +12,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from dsjax.config import CacheConfig, LayerKind, ModelConfig, SchedulerConfig
 from dsjax.errors import ConfigError
@@ -97,11 +98,11 @@ class CacheSpec:
     max_chunk_tokens: int  # the most tokens of one request that a step may add
     state_values: int  # float32 values of one STATE slot, all layers
 
-    @property
+    @cached_property
     def pool_kinds(self) -> tuple[EntryKind, ...]:
         return tuple(kind for kind in POOL_KINDS if kind in self.kinds)
 
-    @property
+    @cached_property
     def compressed_kinds(self) -> tuple[EntryKind, ...]:
         return tuple(kind for kind in self.pool_kinds if self.kinds[kind].window is None)
 

@@ -132,27 +132,32 @@ def pack(layout: Layout, rows: Rows, slots: SlotParams) -> HostBatch:
 
 def _pack_decode(layout: Layout, rows: Rows, slots: SlotParams) -> HostBatch:
     """A step in which token r is all there is of row r. What its slots say stands if the step before had the same."""
-    step = slots.decode_step
-    if step is None or step.bucket != layout.bucket or not rows.all_sample or not np.array_equal(step.slot, rows.slot):
+    step, slot, start = slots.decode_step, rows.slot, rows.start
+    if step is None or step.bucket != layout.bucket or not rows.all_sample or not _same(step.slot, slot):
         step = _decode_step(layout, rows, slots)
         slots.decode_step = step if rows.all_sample else None
-    ints, spec, slot, start, tables = step.ints.copy(), layout.spec, rows.slot, rows.start, _slot_tables(rows)
+        ints, ids = step.ints.copy(), np.array(_last_ids(rows), np.int32)
+    else:  # each slot drew its row's token, known by now or not
+        ints, ids = step.ints.copy(), PENDING
+    spec, tables, num_rows = layout.spec, _slot_tables(rows), len(rows)
 
-    def put(name: str, values: np.ndarray) -> None:
+    def put(name: str, values: np.ndarray | int) -> None:
         begin = layout.offsets[name]
-        ints[begin : begin + values.size] = values
+        ints[begin : begin + num_rows] = values
 
     for name in ("row_position", "positions", "block_position"):
         put(name, start)
-    put("token_ids", np.array(_last_ids(rows), np.int32))
+    put("token_ids", ids)
     for kind in spec.pool_kinds:
-        put(f"{kind.value}.table", tables[kind][slot].reshape(-1))
+        begin, width = layout.offsets[f"{kind.value}.table"], spec.kinds[kind].table_width
+        into = ints[begin : begin + num_rows * width].reshape(num_rows, width)
+        tables[kind].take(slot, axis=0, out=into, mode="clip")  # faster than "raise", which copies again
     put("window_slot", _slots(spec.kinds[EntryKind.WINDOW], tables[EntryKind.WINDOW], slot, start))
     for kind in spec.compressed_kinds:
         kind_spec, name = spec.kinds[kind], kind.value
         index, part = np.divmod(start, kind_spec.ratio)
         put(f"{name}.window", index)
-        row = np.flatnonzero(part == kind_spec.ratio - 1)  # few of a long window, and often none
+        (row,) = (part == kind_spec.ratio - 1).nonzero()  # few of a long window, and often none
         if row.size:
             ints[layout.offsets[f"{name}.complete"] + row] = 1
             # entries below num_shared are in shared pages already: recomputing must not store them twice
@@ -161,6 +166,10 @@ def _pack_decode(layout: Layout, rows: Rows, slots: SlotParams) -> HostBatch:
     if layout.flags(step.ints)[-1]:
         layout.flags(ints)[-1] = slots.asks_of_prompts(rows)
     return HostBatch(ints, step.floats)
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a is b or np.array_equal(a, b)
 
 
 def _decode_step(layout: Layout, rows: Rows, slots: SlotParams) -> DecodeStep:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from dsjax.config import SchedulerConfig
 
 BLOCK_QUERIES = 16  # queries of a row that share a read of its keys; 16 wastes little on a chunk's ragged end
@@ -61,13 +59,14 @@ class Buckets:
     def __len__(self) -> int:
         return len(self.decode) + len(self.mixed)
 
-    def choose(self, batches: Sequence[Sequence[int] | np.ndarray]) -> Bucket:
-        """The smallest bucket that holds each of the batches (one of every data shard and micro-batch): rows with so
-        many new tokens."""
-        rows, totals = max(map(len, batches)), [int(np.sum(num_new)) for num_new in batches]
-        if all(total == len(num_new) for total, num_new in zip(totals, batches, strict=True)):
+    def choose(self, sizes: Sequence[tuple[int, int]]) -> Bucket:
+        """The smallest bucket that holds each of the batches (one of every data shard and micro-batch), of so many rows
+        and new tokens: a row has one or more."""
+        rows = max(rows for rows, _ in sizes)
+        if all(rows == tokens for rows, tokens in sizes):
             return next(b for b in self.decode if b.num_rows >= rows)
-        return next(b for b in self.mixed if b.num_tokens >= max(totals) and b.num_rows >= rows)
+        most = max(tokens for _, tokens in sizes)
+        return next(b for b in self.mixed if b.num_tokens >= most and b.num_rows >= rows)
 
 
 def _few_or_many(max_num_seqs: int) -> tuple[int, ...]:

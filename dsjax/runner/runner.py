@@ -105,7 +105,7 @@ class Runner:
         self._kept = ProgramCache(program_dir, list(mesh.devices.flat), facts) if program_dir else None
         self._warm = False
 
-    @property
+    @functools.cached_property
     def num_shards(self) -> int:
         return self.mesh.shape[DATA]
 
@@ -231,7 +231,8 @@ class Runner:
             for r in slots.begin(part.rows):
                 self._prepare_slot(shard, part.rows[r])
         batches = [self._microbatches(part.rows) for part in plan.shards]
-        bucket = self.buckets.choose([rows.num_new for shard in batches for rows in shard])
+        sizes = tuple(tuple((len(rows), rows.num_tokens) for rows in shard) for shard in batches)
+        bucket = self.buckets.choose([size for shard in sizes for size in shard])
         self.padding.add(bucket, self.num_shards * self.num_microbatches, plan.num_tokens)
         layout = self._layouts[bucket]
         by_shard = zip(batches, self._slot_params, strict=True)
@@ -243,7 +244,6 @@ class Runner:
             flags[...] = flags.max(axis=(0, 1))  # all devices take the same branches, some of which hold collectives
         output = self.launch(bucket, (ints, floats))
         assert isinstance(output, DeviceOutput)
-        sizes = tuple(tuple((len(rows), rows.num_tokens) for rows in shard) for shard in batches)
         return Sent(output, bucket, self.config.vocab_size, sizes)
 
     def _microbatches(self, rows: Rows) -> list[Rows]:

@@ -108,6 +108,7 @@ class SlotParams:
         self.num_shared = np.zeros(num_slots, np.int32)  # tokens whose entries are stored already
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.free_at = np.zeros(num_slots, np.int32)  # tokens with which it has its min_tokens; 0 if it has none
+        self._any_free_at = False
         self.decode_step: DecodeStep | None = None  # the latest; these parameters are in it
 
     def begin(self, rows: Rows) -> list[int]:
@@ -116,6 +117,8 @@ class SlotParams:
         first = [r for r, is_first in enumerate(rows.first_of_stay) if is_first] if any(rows.first_of_stay) else []
         for r in first:
             self._set(rows[r])
+        if not self._any_free_at:
+            return first
         return sorted({*first, *np.flatnonzero(rows.end == self.free_at[rows.slot]).tolist()})
 
     def _set(self, row: RowPlan) -> None:
@@ -129,6 +132,7 @@ class SlotParams:
         self.seed[slot] = np.array([row.request.seed & _UINT64 if random else 0], "<u8").view("<i4")  # low half first
         self.num_shared[slot], self.num_prompt[slot] = row.cache.num_shared, row.request.num_prompt_tokens
         self.free_at[slot] = row.request.num_prompt_tokens + p.min_tokens if p.min_tokens else 0
+        self._any_free_at = bool(self.free_at.any())
         self.decode_step = None
 
     def pack(self, a: dict[str, np.ndarray], f: dict[str, np.ndarray], rows: Rows) -> None:

@@ -253,15 +253,9 @@ class Scheduler:
         for shard, part in zip(self.shards, plan.shards, strict=True):
             shard.dispatched(part.rows)
 
-    def complete(self, rows: Rows, tokens: Sequence[int]) -> None:
-        """Takes what a step drew: a token for each row, which counts if the row samples and its request is live."""
-        num = 0
-        for request, token, samples in zip(rows.requests, tokens, rows.samples, strict=True):
-            if samples and request.status is not Status.FINISHED:
-                request.num_pending -= 1
-                request.token_ids.append(token)
-                num += 1
-        self.counters.num_generated_tokens += num
+    def complete(self, shard: int, rows: Rows, tokens: Sequence[int]) -> None:
+        """Takes what a step drew on a data shard: a token for each row, see `Shard.complete`."""
+        self.counters.num_generated_tokens += self.shards[shard].complete(rows, tokens)
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
         """Ends a request, returns its slot and pages; `keep` leaves its end in the prefix cache for the next turn."""

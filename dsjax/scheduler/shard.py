@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 from collections import deque
 from collections.abc import Sequence
 
@@ -17,20 +18,16 @@ from dsjax.cache.prefix import UnitHashes
 from dsjax.config import SchedulerConfig
 from dsjax.request import Path, Request, Status
 from dsjax.scheduler import policy
-from dsjax.scheduler.census import Census
+from dsjax.scheduler.census import PATHS, Census
 from dsjax.scheduler.placement import Candidate
 from dsjax.scheduler.plan import RowPlan, Rows, ShardPlan
 from dsjax.scheduler.policy import Limits
 from dsjax.scheduler.streak import Streak
 from dsjax.scheduler.swap import SwapCosts
 
-PATHS = tuple(Path)
 LAST = (math.inf, 0)  # an order after all requests'
 CALM = 0.95  # of preemption_threshold: below it requests are admitted again
-
-
-def _order(request: Request) -> tuple[float, int]:
-    return request.order
+_order = operator.attrgetter("order")
 
 
 class Shard:
@@ -40,7 +37,7 @@ class Shard:
         self.index, self.config, self.cache = index, config, cache
         self._costs = costs or SwapCosts(config.preemption_mode)
         self.running: list[Request] = []  # in order: nobody is preempted for the growth of one that comes later
-        self._census = Census(config)  # of them
+        self._census = Census(config, cache.share_of)  # of them
         self._victims: list[Request] = []  # preempted while the step is planned
         self._grants: dict[Request, int] = {}  # tokens of the step being planned
         self._streak: Streak | None = None  # while the same rows decode
@@ -76,6 +73,8 @@ class Shard:
     @property
     def num_tokens_left(self) -> int:
         """Tokens that running requests have and no dispatched step computed: prompts' ends, and one a decoding row."""
+        if self._streak:
+            return len(self.running)
         return sum(request.num_tokens - request.num_computed for request in self.running)
 
     def candidate(self, request: Request, hashes: UnitHashes) -> Candidate:
@@ -94,19 +93,7 @@ class Shard:
 
     def path_is_full(self, path: Path) -> bool:
         """Whether requests of this path, or with them a hotter one, have the budget, rows or pages that are theirs."""
-        if self._path_budget[path] <= 0:
-            return True
-        for limited in PATHS[1 : path + 1]:
-            num = self._census.num_members(limited)
-            most = policy.row_limit(self.config, limited, self._limits.max_num_seqs)
-            if num and (num >= most or self._is_over_share(limited)):
-                return True
-        return False
-
-    def _is_over_share(self, path: Path) -> bool:
-        """Whether those that run have the pages that are theirs."""
-        share = self.config.paths[path].share
-        return share < 1 and self.cache.share_of(PATHS[path:]) >= share
+        return self._path_budget[path] <= 0 or self._census.is_full(path, self._limits.max_num_seqs)
 
     # --- the step being planned ----------------------------------------------------------------
 
@@ -114,8 +101,9 @@ class Shard:
         """Begins a step; preempts what is above the threshold."""
         self._limits, self._grants, self._victims = limits, {}, []
         threshold = self.config.preemption_threshold
-        self._is_short = self._is_short and self.cache.usage > CALM * threshold and threshold < 1
-        while self.cache.usage > threshold and len(self.running) > 1 and self.config.enable_preemption:
+        is_set = threshold < 1  # else no usage is above it
+        self._is_short = is_set and self._is_short and self.cache.usage > CALM * threshold
+        while is_set and self.cache.usage > threshold and len(self.running) > 1 and self.config.enable_preemption:
             self._preempt(self._victim(self.running[1:]))
             self._is_short = True
         # Each running row may have its token, whatever feedback says: it admits fewer, and some end.
@@ -126,11 +114,12 @@ class Shard:
 
     def grant_decodes(self) -> None:
         """A token for each row that has one to compute, in order: pages that are missing come from later ones."""
-        streak, self._streak = self._streak, None
+        streak = self._streak
         if streak and len(streak.rows) <= self._budget and self._may_all_grow() and streak.grant():
-            self._streak, self._grants = streak, dict.fromkeys(streak.rows.requests, 1)
+            self._grants = dict.fromkeys(streak.rows.requests, 1)
             self._budget -= len(streak.rows)
             return
+        self._end_streak()
         ratio, decoding = self.config.length_groups, []
         for request in self.running:
             num_tokens = request.num_tokens
@@ -147,6 +136,12 @@ class Shard:
         for request in decoding:
             if request.status is Status.RUNNING and self._budget:  # not preempted for one before it
                 self._grant_token(request)
+
+    def _end_streak(self) -> None:
+        """Before anything is asked of requests that the streak has not written down."""
+        if self._streak:
+            self._streak.end()
+            self._streak = None
 
     def _may_all_grow(self) -> bool:
         """Whether the next token of every running request is free of the turns of groups and of paths' shares."""
@@ -222,7 +217,8 @@ class Shard:
         whole = not self.config.enable_chunked_prefill
         if not self.is_open or (whole and remaining > self._budget and self._grants) or self.path_is_full(request.path):
             return False
-        if not self.config.enable_preemption and not self._fits_to_its_end(request):
+        totals = (r.max_total_tokens for r in (*self.running, request))  # without preemption they have to fit at once
+        if not self.config.enable_preemption and not self.cache.spec.can_hold(list(totals)):
             return False
         if self.running and not self._is_below_threshold(request):
             return False
@@ -241,9 +237,9 @@ class Shard:
         )
         if admission is None:
             return False
+        self._end_streak()
         bisect.insort(self.running, request, key=_order)
         self._census.add(request)
-        self._streak = None
         request.status, request.shard, request.slot = Status.RUNNING, self.index, admission.slot
         request.num_computed, request.first_of_stay = admission.num_cached, True
         request.num_prefill_tokens = len(request.token_ids)
@@ -255,10 +251,6 @@ class Shard:
         self._path_budget[request.path] -= num_new
         self._unfinished.append(request)
         return True
-
-    def _fits_to_its_end(self, request: Request) -> bool:
-        """Whether the pools can hold all that run, and it, up to their last tokens."""
-        return self.cache.spec.can_hold([r.max_total_tokens for r in (*self.running, request)])
 
     def _is_below_threshold(self, request: Request) -> bool:
         """Whether it may start beside others: also with what it held when it was preempted, or it would be again."""
@@ -304,12 +296,7 @@ class Shard:
         return chosen
 
     def _paths_over_share(self) -> set[Path]:
-        found = set()
-        for path in PATHS[1:]:
-            most = policy.row_limit(self.config, path, self._limits.max_num_seqs)
-            if self._census.num_members(path) > most or self._is_over_share(path):
-                found |= {other for other in self._census.paths() if other >= path}
-        return found
+        return self._census.over_share(self._limits.max_num_seqs)
 
     def _over_share(self, request: Request) -> Request | None:
         """A request of a colder path whose pages beyond the path's share this running one takes back."""
@@ -333,10 +320,11 @@ class Shard:
 
     def _may_grow(self, request: Request) -> bool:
         """Within its path's pages, or the first of its path: so each path goes on."""
-        limited = [path for path in PATHS[1 : request.path + 1] if self._is_over_share(path)]
+        limited = [path for path in PATHS[1 : request.path + 1] if self._census.is_over_share(path)]
         return all(next(r for r in self.running if r.path >= path) is request for path in limited)
 
     def _victim(self, candidates: Sequence[Request]) -> Request:
+        self._end_streak()
         pairs = ((r, r.num_computed - self.cache.request(r.request_id).num_kept) for r in candidates)
         chosen = policy.victim(self.config, pairs)
         assert chosen is not None
@@ -362,6 +350,7 @@ class Shard:
 
         Where the cache has tiers that may be its very end: what has to make room is then moved to the host.
         """
+        self._end_streak()
         held = self.cache.request(request.request_id)
         num_bytes = self.cache.spec.record_bytes(request.num_computed)
         swaps = self.cache.has_tiers and self._costs.swaps(request.num_computed - held.num_kept, num_bytes)
@@ -387,10 +376,23 @@ class Shard:
         if rows and rows.all_sample and len(rows) == len(self.running):
             self._streak = Streak(rows, self.cache)
 
+    def complete(self, rows: Rows, tokens: Sequence[int]) -> int:
+        """Takes a token for each row, which counts if the row samples and its request is live; returns how many do."""
+        if self._streak and rows.requests is self._streak.rows.requests:
+            self._streak.complete(tokens)
+            return len(rows)
+        num = 0
+        for request, token, samples in zip(rows.requests, tokens, rows.samples, strict=True):
+            if samples and request.status is not Status.FINISHED:
+                request.num_pending -= 1
+                request.token_ids.append(token)
+                num += 1
+        return num
+
     def release(self, request: Request, *, snapshot: bool = False) -> None:
         """Takes slot and pages back; `snapshot` leaves the request's end in the prefix cache."""
+        self._end_streak()
         self.running.remove(request)
         self._census.remove(request)
-        self._streak = None
         self.cache.release(request.request_id, request.token_ids, request.num_computed, snapshot=snapshot)
         request.shard = request.slot = -1

@@ -3,10 +3,13 @@
 Then the next step has the same rows, a token further each. What changes besides is known in advance: a row needs a
 page, or completes a unit of the prefix cache, at a number of tokens (`RequestCache.quiet_until`), and the first request
 may end of its length after so many steps. So a step looks only at the few rows that have something due.
+
+What the steps change of every request, its `num_computed` and `num_pending`, is written down when the streak ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -16,18 +19,25 @@ from dsjax.scheduler.plan import Rows
 
 
 class Streak:
-    """Begins with the rows of a dispatched step, each of which drew a token; then `grant` and `dispatched` by turns."""
+    """Begins with the rows of a dispatched step, each of which drew a token; then `grant` and `dispatched` by turns,
+    `complete` for each step with these requests that is read meanwhile, and at last `end`."""
 
     def __init__(self, rows: Rows, cache: CacheManager):
         self.rows = rows  # of the last dispatched step
         self._cache = cache
-        self._num_steps = 0
+        self._num_steps = self._num_read = 0
         self._quiet_steps = 0  # before so many steps nothing is due
 
     @cached_property
     def _most_steps(self) -> int:
         """Until a token in flight is the last that its request may have."""
-        return self._num_steps + min(request.max_total_tokens - request.num_tokens for request in self.rows.requests)
+        ends = self.rows.end.tolist()  # each has a token more
+        left = (r.max_total_tokens - end - 1 for r, end in zip(self.rows.requests, ends, strict=True))
+        return self._num_steps + min(left)
+
+    @cached_property
+    def _token_ids(self) -> list[list[int]]:
+        return [request.token_ids for request in self.rows.requests]
 
     @cached_property
     def _quiet_until(self) -> np.ndarray:
@@ -56,22 +66,35 @@ class Streak:
         """Gets the pages of the next step. False if a row takes no part in it or pages are missing: it ends here."""
         if self._num_steps >= self._most_steps:
             return False
-        requests, ends = self.rows.requests, self.next_rows.end
-        return all(self._cache.extend(requests[r].request_id, int(ends[r])) for r in self._due)
+        for r in self._due:
+            held, end = self.rows.caches[r], int(self.next_rows.end[r])
+            self._cache.advance(held, end - 1)
+            if not self._cache.extend(held.request_id, end):
+                return False
+        return True
 
     def dispatched(self) -> None:
         """The next step is on its way: its tokens count as computed."""
-        requests = self.rows.requests
-        for request in requests:
-            request.num_computed += 1
-            request.num_pending += 1
-        self._cache.advance(self.rows.caches)
         for r in self._due:
-            request, held = requests[r], self.rows.caches[r]
-            self._cache.computed(request.request_id, request.token_ids, request.num_computed)
+            held, end = self.rows.caches[r], int(self.next_rows.end[r])
+            self._cache.computed(held.request_id, self.rows.requests[r].token_ids, end)
             self._quiet_until[r] = held.quiet_until(self._cache.spec)
         self.rows = self.next_rows
         self._num_steps += 1
         if self._num_steps > self._quiet_steps:
             self._quiet_steps = self._num_steps + int((self._quiet_until - self.rows.end).min())
         del self.next_rows, self._due
+
+    def complete(self, tokens: Sequence[int]) -> None:
+        """A step was read: a token for each row."""
+        for token_ids, token in zip(self._token_ids, tokens, strict=True):
+            token_ids.append(token)
+        self._num_read += 1
+
+    def end(self) -> None:
+        """Writes down what the dispatched steps changed of all requests."""
+        rows, num_pending = self.rows, self._num_steps - self._num_read
+        for request, held, end in zip(rows.requests, rows.caches, rows.end.tolist(), strict=True):
+            request.num_computed = end
+            request.num_pending += num_pending
+            self._cache.advance(held, end)

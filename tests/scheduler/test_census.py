@@ -22,7 +22,7 @@ KINDS = tuple(itertools.product(Path, (-1, 0, 2)))
 @pytest.mark.parametrize("name", ["fcfs", "priority"])
 def test_counts_are_those_of_the_requests_that_run(name):
     config = SchedulerConfig(scheduling_policy=name)
-    census, running = Census(config), []
+    census, running = Census(config, lambda paths: 0.0), []
 
     def check():
         assert census.paths() == {request.path for request in running}
