@@ -16,19 +16,19 @@ from typing import NamedTuple
 from dsjax.cache.manager import CacheManager
 from dsjax.cache.tiers import Tiers, TierStats
 from dsjax.config import EngineConfig, ModelConfig
-from dsjax.detokenizer import Detokenizer
 from dsjax.distributed import Leader
 from dsjax.engine_tiers import EngineTiers
 from dsjax.errors import ErrorCode, RequestError
-from dsjax.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from dsjax.request import Request, TokenEvent
 from dsjax.request_bounds import RequestBounds
 from dsjax.runner.compiles import COMPILES
-from dsjax.runner.output import Sent, StepOutput
+from dsjax.runner.output import Sent
 from dsjax.runner.padding import PaddingStats
 from dsjax.runner.runner import Runner
 from dsjax.scheduler.control import Control, ControlStats
-from dsjax.scheduler.plan import RowPlan, StepPlan
+from dsjax.scheduler.plan import StepPlan
 from dsjax.scheduler.scheduler import Scheduler
+from dsjax.sequence import LiveSequence
 from dsjax.tokenizer import Tokenizer
 
 log = logging.getLogger("dsjax")
@@ -66,16 +66,6 @@ class _InFlight(NamedTuple):
     num_rows: int  # running on the data shard that had most
 
 
-@dataclass(eq=False, slots=True)
-class _Sequence:
-    """What the engine keeps of a live request besides the scheduler's view."""
-
-    request: Request
-    detokenizer: Detokenizer | None  # None without a tokenizer: ids only
-    prompt_logprobs: list[TokenLogprobs | None] | None
-    started: bool = False  # an event has been emitted
-
-
 class Engine:
     """Serves one model. `step` raising means that the engine is dead: nothing after it can be trusted."""
 
@@ -103,10 +93,10 @@ class Engine:
         self.scheduler = Scheduler(config.scheduler, self.caches)
         self._bounds = RequestBounds.of(config, model_config, runner.spec, max_model_len, tokenizer is not None)
         self.control = Control(config, self.scheduler)
-        self._live: dict[str, list[_Sequence]] = {}  # by the caller's id
-        self._by_request: dict[Request, _Sequence] = {}
+        self._live: dict[str, list[LiveSequence]] = {}  # by the caller's id
+        self._by_request: dict[Request, LiveSequence] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._shed: list[tuple[_Sequence, RequestError]] = []  # given up while waiting; the next step says so
+        self._shed: list[tuple[LiveSequence, RequestError]] = []  # given up while waiting; the next step says so
         self._seeds = random.Random(config.seed)
         self._deadlines = 0  # live sequences that have one
 
@@ -154,7 +144,7 @@ class Engine:
         if not params.ignore_eos:
             stop_ids |= self._bounds.eos_ids
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        sequences: list[_Sequence] = []
+        sequences: list[LiveSequence] = []
         for index in range(params.n):
             child = Request(
                 request_id=f"{request.request_id}#{index}",
@@ -174,13 +164,7 @@ class Engine:
                 max_total_tokens=max_total,
             )
             self.scheduler.describe(child)
-            sequences.append(
-                _Sequence(
-                    request=child,
-                    detokenizer=Detokenizer(self.tokenizer, params) if self.tokenizer else None,
-                    prompt_logprobs=None if params.prompt_logprobs is None else [None],
-                )
-            )
+            sequences.append(LiveSequence(child, self.tokenizer))
         for shed in self.control.admit(now_s, [sequence.request for sequence in sequences]):
             self.scheduler.finish(shed, keep=False)
             self._shed.append((self._by_request[shed], self.control.shed_error()))
@@ -240,7 +224,7 @@ class Engine:
         for sequence, error in shed:
             if sequence.request in self._by_request:  # not cancelled meanwhile
                 self._end(sequence, keep=False)
-                events.append(self._failed(sequence, error))
+                events.append(sequence.failed(error))
         if not self._deadlines:
             return events
         for request in self.scheduler.expired(self.clock()):
@@ -251,7 +235,7 @@ class Engine:
                 ErrorCode.DEADLINE_EXCEEDED,
                 f"the deadline passed while {state}, after {request.num_output_tokens} output tokens",
             )
-            events.append(self._failed(sequence, error))
+            events.append(sequence.failed(error))
         return events
 
     def _complete(self, step: _InFlight) -> list[TokenEvent]:
@@ -268,71 +252,17 @@ class Engine:
                 if sequence is None:
                     continue  # it ended while the step was in flight
                 if sequence.prompt_logprobs is not None:
-                    before = num_tokens + int(rows.num_new[:r].sum())
-                    _add_prompt_logprobs(sequence, rows[r], output, before)
+                    sequence.add_prompt_logprobs(rows[r], output, num_tokens + int(rows.num_new[:r].sum()))
                 if samples:
-                    events.append(self._advance(sequence, token, output, num_rows + r))
+                    event = sequence.advance(token, output, num_rows + r)
+                    events.append(event)
+                    if event.finish_reason is not None:
+                        self._end(sequence, keep=True)
             num_rows, num_tokens = num_rows + len(rows), num_tokens + rows.num_tokens
         self.control.end_step(now_s, step.sent_s, step.plan, step.num_rows)
         return events
 
-    def _advance(self, sequence: _Sequence, token: int, output: StepOutput, r: int) -> TokenEvent:
-        """Handles one new token of a sequence, row `r` of a step: text, stops, limits."""
-        request, detokenizer = sequence.request, sequence.detokenizer
-        params, num_tokens, num_prompt = request.params, len(request.token_ids), len(request.prompt_token_ids)
-        reason: FinishReason | None = None
-        matched: str | int | None = None
-        text, shows = "", True
-        if token in request.stop_ids:  # never before min_tokens: the step holds these ids back until then
-            reason = FinishReason.STOP
-            matched = token if token in params.stop_token_ids else None
-            # its own text is not part of the answer, unless asked for
-            shows = params.include_stop_str_in_output and matched is not None
-        if detokenizer is not None and shows:
-            text = detokenizer.add(token)
-            if reason is None and detokenizer.stop is not None:
-                reason, matched = FinishReason.STOP, detokenizer.stop
-        if reason is None and num_tokens >= request.max_total_tokens:
-            reason = FinishReason.LENGTH
-        if reason is not None and detokenizer is not None:
-            text += detokenizer.finish()
-        logprobs = ()
-        if params.logprobs is not None:
-            logprobs = (_token_logprobs(token, output.logprobs, r, params.logprobs),)
-        prompt_logprobs = None
-        if sequence.prompt_logprobs is not None and not sequence.started:
-            prompt_logprobs = tuple(sequence.prompt_logprobs)
-        sequence.started = True
-        event = TokenEvent(  # by position, which takes half as long as by name
-            request.parent_id,
-            request.index,
-            (token,),
-            text,
-            logprobs,
-            prompt_logprobs,
-            reason,
-            matched,
-            num_prompt,
-            request.num_cached,
-            num_tokens - num_prompt,
-        )
-        if reason is not None:
-            self._end(sequence, keep=True)
-        return event
-
-    def _failed(self, sequence: _Sequence, error: RequestError) -> TokenEvent:
-        """The last event of a sequence that ends without an answer."""
-        request = sequence.request
-        return TokenEvent(
-            request_id=request.parent_id,
-            index=request.index,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached,
-            num_output_tokens=request.num_output_tokens,
-            error=error,
-        )
-
-    def _end(self, sequence: _Sequence, *, keep: bool) -> None:
+    def _end(self, sequence: LiveSequence, *, keep: bool) -> None:
         request = sequence.request
         self.scheduler.finish(request, keep=keep)
         if keep:
@@ -375,24 +305,3 @@ class Engine:
         Moves what the tiers have of them up to the device. False if that is nothing.
         """
         return self.tiers.prefetch(token_ids, session_id, cache_salt)
-
-
-def _token_logprobs(token: int, logprobs, r: int, num_top: int) -> TokenLogprobs:
-    top = tuple(
-        (int(i), float(v)) for i, v in zip(logprobs.top_ids[r, :num_top], logprobs.top[r, :num_top], strict=True)
-    )
-    return TokenLogprobs(token_id=token, logprob=float(logprobs.chosen[r]), rank=int(logprobs.rank[r]), top=top)
-
-
-def _add_prompt_logprobs(sequence: _Sequence, row: RowPlan, output: StepOutput, token: int) -> None:
-    """Appends what this step says of prompt positions start + 1 .. end (recomputed ones are known already)."""
-    request, known = row.request, sequence.prompt_logprobs
-    assert known is not None and request.params.prompt_logprobs is not None
-    for position in range(row.start + 1, min(row.end + 1, request.num_prompt_tokens)):
-        if position == len(known):
-            at = token + position - 1 - row.start
-            known.append(
-                _token_logprobs(
-                    request.prompt_token_ids[position], output.prompt_logprobs, at, request.params.prompt_logprobs
-                )
-            )
