@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import statistics
@@ -38,6 +39,7 @@ from dsjax.engine import Engine
 from dsjax.request import Request, SamplingParams, TokenEvent
 from servers import flags as server_flags
 from servers.engine_thread import EngineThread
+from servers.main import prepare_interpreter
 
 PROGRAM = "benchmarks.host"
 USAGE = f"python -m {PROGRAM} [--num_running=1,8,64,256] [--num_steps=200] [--num_requests=0] [--output=FILE]"
@@ -114,12 +116,14 @@ def measure_step(scenario: str, num_running: int, num_steps: int) -> dict[str, A
 def run_steps(
     scenario: str, num_running: int, num_steps: int, by_part: bool = False
 ) -> tuple[dict[str, float], list[list[TokenEvent]]]:
-    """Microseconds a step ("step", or by part), and each step's events."""
+    """Microseconds a step ("step", or by part), and if by part each step's events; else these go at once, as they do
+    where streams take them: what is kept makes Python's collector a part of the figure."""
     engine = make_engine(max(num_running, 1))
-    warm_up = 2 * OUTPUT_LEN
+    warm_up, unit = 2 * OUTPUT_LEN, engine.caches[0].spec.unit_tokens
     if scenario == "decode":
         for number in range(num_running):
-            engine.add(request(number, INPUT_LEN, num_steps + 3 * warm_up))
+            # Lengths differ, so that what is due once a page or unit is due of a few rows in every step.
+            engine.add(request(number, INPUT_LEN + number % unit, num_steps + 4 * warm_up))
         refill = None
     else:
         for number in range(num_running):  # they end one after another, not all at once
@@ -132,11 +136,14 @@ def run_steps(
         for _ in range(num_steps // BLOCK):
             prepare(engine, BLOCK)
             begin = time.perf_counter()
-            events += [step(engine, refill) for _ in range(BLOCK)]
+            for _ in range(BLOCK):
+                made = step(engine, refill)
+                if by_part:
+                    events.append(made)
             times.append((time.perf_counter() - begin) / BLOCK * 1e6)
     if parts is not None:
         return parts.us(len(events)), events
-    return {"step": statistics.median(times)}, events
+    return {"step": statistics.median(times)}, []
 
 
 def step(engine: Engine, refill: Refill | None) -> list[TokenEvent]:
@@ -169,7 +176,8 @@ def request(number: int, input_len: int, output_len: int, **fields: Any) -> Requ
 
 
 class _Replay:
-    """In place of an engine: gives out events that another one produced, a step at a time."""
+    """In place of an engine: gives out events that another one produced, a step at a time. What its steps themselves
+    take, the wait for a device and making the events new as they come from an engine, is counted in `step_s`."""
 
     config = model_config = tokenizer = None
     max_model_len = LONG
@@ -178,10 +186,14 @@ class _Replay:
     def __init__(self, steps: Sequence[list[TokenEvent]]):
         self.steps = deque(steps)
         self.go = False  # requests are still being added
+        self.step_s = 0.0  # processor time
 
     def step(self) -> list[TokenEvent]:
+        begin = time.thread_time()
         time.sleep(DEVICE_S)
-        return self.steps.popleft()
+        events = [dataclasses.replace(event) for event in self.steps.popleft()]
+        self.step_s += time.thread_time() - begin
+        return events
 
     def has_work(self) -> bool:
         return self.go and bool(self.steps)
@@ -226,7 +238,7 @@ async def _hand_over_us(steps: Sequence[list[TokenEvent]]) -> float:
     while replay.steps:
         await asyncio.sleep(0.1)
     await thread.call(lambda engine: None)  # behind the last step's events
-    busy = time.process_time() - busy
+    busy = time.process_time() - busy - replay.step_s
     await thread.stop(10.0)
     return busy / len(steps) * 1e6
 
@@ -304,4 +316,5 @@ def _us(function: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
+    prepare_interpreter()  # as a server does once it is warm
     sys.exit(main())

@@ -5,14 +5,14 @@ The engine thread owns it. First tokens and ends are handed over at once, others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dsjax.request import TokenEvent
 from servers.pacer import Pacer
 from servers.streams import EventStream
 
-Batch = tuple[EventStream, list[TokenEvent], bool]  # what a stream is handed; the flag says that it is the last
+Batch = tuple[EventStream, Sequence[TokenEvent], bool]  # what a stream is handed; the flag says that it is the last
 
 
 @dataclass(eq=False, slots=True)
@@ -22,11 +22,10 @@ class Live:
     stream: EventStream
     last: dict[int, TokenEvent | None]  # the last event of each index that is not finished
     held: list[TokenEvent] = field(default_factory=list)  # not handed over yet
-    has_end: bool = False  # among these
     queued: bool = False  # for its turn
 
     def take(self) -> Batch:
-        held, self.held, self.has_end = self.held, [], False
+        held, self.held = self.held, []
         return self.stream, held, not self.last
 
 
@@ -54,18 +53,35 @@ class LiveRequests:
 
     def take_all(self, events: Iterable[TokenEvent], cancel: Callable[[str], object]) -> list[Batch]:
         """`events`, and what their requests held before."""
-        return [live.take() for live in self._hold(events, cancel)]
+        batches = []
+        for event in events:
+            live = self._live.get(event.request_id)
+            if live is None:
+                continue  # its client went away while the step ran
+            self._note(live, event, cancel)
+            if live.held:
+                live.held.append(event)
+                batches.append(live.take())
+            else:
+                batches.append((live.stream, (event,), not live.last))
+        return batches
 
     def take_ends(self, events: Iterable[TokenEvent], cancel: Callable[[str], object]) -> list[Batch]:
-        """The same of the requests of which a sequence ends; the others wait for their turn."""
-        ends = []
-        for live in self._hold(events, cancel):
-            if live.has_end:
-                ends.append(live.take())
+        """The same of the requests of which a sequence ends; the others wait for their turn, if turns are limited."""
+        if not self._pacer.is_limited:
+            return self.take_all(events, cancel)
+        ends: dict[Live, None] = {}
+        for event in events:
+            live = self._live.get(event.request_id)
+            if live is None:
+                continue
+            live.held.append(event)
+            if self._note(live, event, cancel):
+                ends[live] = None
             elif not live.queued:
                 live.queued = True
                 self._pacer.add(live)
-        return ends
+        return [live.take() for live in ends]
 
     @property
     def has_waiting(self) -> bool:
@@ -80,23 +96,15 @@ class LiveRequests:
                 batches.append(live.take())
         return batches
 
-    def _hold(self, events: Iterable[TokenEvent], cancel: Callable[[str], object]) -> Iterable[Live]:
-        """Adds events to what their requests hold; returns these requests."""
-        found: dict[Live, None] = {}
-        for event in events:
-            live = self._live.get(event.request_id)
-            if live is None:
-                continue  # its client went away while the step ran
-            live.held.append(event)
-            found[live] = None
-            if event.finish_reason is None and event.error is None:
-                live.last[event.index] = event
-                continue
-            live.has_end = True
-            live.last.pop(event.index, None)
-            if event.error is not None and live.last:
-                cancel(event.request_id)
-                live.last.clear()
-            if not live.last:
-                del self._live[event.request_id]
-        return found
+    def _note(self, live: Live, event: TokenEvent, cancel: Callable[[str], object]) -> bool:
+        """Whether the event ends a sequence; the last one's ends the request."""
+        if event.finish_reason is None and event.error is None:
+            live.last[event.index] = event
+            return False
+        live.last.pop(event.index, None)
+        if event.error is not None and live.last:
+            cancel(event.request_id)
+            live.last.clear()
+        if not live.last:
+            del self._live[event.request_id]
+        return True

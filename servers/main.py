@@ -145,7 +145,7 @@ async def _serve(make_server: Callable[[], Server]) -> tuple[int, bool]:
         print(f"{PROGRAM}: error: the engine could not start: {type(error).__name__}: {error}", file=sys.stderr)
         return 1, await server.drain(0)
     if not stop.is_set():
-        _prepare_interpreter()
+        prepare_interpreter()
         print(f"{PROGRAM} ready on {server.address}", flush=True)
         await stop.wait()
     if server.thread.state in (State.LOADING, State.WARMING):
@@ -158,7 +158,7 @@ async def _serve(make_server: Callable[[], Server]) -> tuple[int, bool]:
     return (1 if server.thread.state is State.FAILED else 0), ended
 
 
-def _prepare_interpreter() -> None:
+def prepare_interpreter() -> None:
     """Keeps Python's garbage collector from stopping every stream."""
     gc.collect()
     gc.freeze()  # what is loaded stays: to look through it takes 0.1 s, in which no stream gets a token

@@ -25,6 +25,10 @@ class Pacer(Generic[T]):
         self._asked_s = float("-inf")
         self._left = 0.0  # part of a turn, in [0, 1)
 
+    @property
+    def is_limited(self) -> bool:
+        return self._max_per_s > 0
+
     def __bool__(self) -> bool:
         return bool(self._queue)
 

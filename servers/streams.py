@@ -49,7 +49,8 @@ class _Merged:
         self.num_ids += len(event.token_ids)
         self._text.append(event.text)
         self._token_ids += event.token_ids
-        self._logprobs += event.logprobs
+        if event.logprobs:
+            self._logprobs += event.logprobs
         if event.prompt_logprobs is not None:
             self._prompt_logprobs = event.prompt_logprobs
 
@@ -107,7 +108,6 @@ class EventStream:
         """Adds events; False if the stream has ended with an error, so that the engine need not go on."""
         if self._error is not None:
             return False
-        is_due = False
         for event in events:
             if event.error is not None:
                 self.fail(event.error)
@@ -119,12 +119,12 @@ class EventStream:
                     self._kept.clear()
                     self.fail(error)
                     return False
-            if not self._detached:
-                unread = _add(self._unread, event)
-                self._num_unread += _num_values(event) if event.logprobs else len(event.token_ids)
-                is_due = is_due or self._is_due(unread)
-        if is_due:
-            self._news.set()
+            if self._detached:
+                continue
+            unread = _add(self._unread, event)
+            self._num_unread += _num_values(event) if event.logprobs else len(event.token_ids)
+            if self._is_due(unread):
+                self._news.set()
         if self._max_unread and self._num_unread > self._max_unread:
             message = (
                 f"the client left {self._num_unread} tokens and log-probabilities unread, more than "
@@ -188,7 +188,7 @@ class EventStream:
 
     def _is_due(self, unread: _Merged) -> bool:
         last = unread.last
-        return last.finished or last.index not in self._started or unread.num_ids >= self._interval
+        return unread.num_ids >= self._interval or last.finish_reason is not None or last.index not in self._started
 
     async def take_all(self) -> list[TokenEvent]:
         """Waits for the end and returns one merged event for each index, in order. Raises as `take`."""

@@ -26,17 +26,6 @@ class Admission:
     num_shared: int  # tokens whose compressed entries exist: must not be written again
 
 
-@dataclass(frozen=True)
-class Need:
-    """Pages that an extension allocates."""
-
-    compressed: dict[EntryKind, int]
-    window: range  # logical pages
-
-    def num(self, kind: EntryKind) -> int:
-        return len(self.window) if kind is EntryKind.WINDOW else self.compressed.get(kind, 0)
-
-
 @dataclass(eq=False, kw_only=True)
 class RequestCache:
     """The pages and slot of a running request. Read by the scheduler and the runner, written by the manager alone."""
@@ -74,16 +63,25 @@ class RequestCache:
         """Pages of a pool that it holds."""
         return len(self.pages.get(kind, self.window))
 
-    def need(self, spec: CacheSpec, num_tokens: int) -> Need:
-        """What it lacks for its first `num_tokens` tokens."""
-        missing = {
-            kind: spec.kinds[kind].num_table_pages(num_tokens) - len(pages) for kind, pages in self.pages.items()
-        }
+    def need(self, spec: CacheSpec, num_tokens: int) -> dict[EntryKind, int]:
+        """How many pages it lacks for its first `num_tokens` tokens, of each kind of which it lacks some."""
+        found = {}
+        for kind, pages in self.pages.items():
+            num = spec.kinds[kind].num_table_pages(num_tokens) - len(pages)
+            if num > 0:
+                found[kind] = num
         window = spec.kinds[EntryKind.WINDOW]
-        first = window.first_seen(self.num_computed)
-        first = max(first, next(reversed(self.window), first - 1) + 1)
-        rows = window.entries_per_page
-        return Need({kind: num for kind, num in missing.items() if num > 0}, range(first, -(-num_tokens // rows)))
+        num = -(-num_tokens // window.entries_per_page) - self.next_index(window)
+        if num > 0:
+            found[EntryKind.WINDOW] = num
+        return found
+
+    def next_index(self, spec: KindSpec) -> int:
+        """Of the first page of a kind that it lacks."""
+        if spec.kind is not EntryKind.WINDOW:
+            return len(self.pages[spec.kind])
+        first = spec.first_seen(self.num_computed)
+        return max(first, next(reversed(self.window)) + 1) if self.window else first
 
     def find_steady(self, spec: CacheSpec) -> int:
         """The most tokens up to which it lacks nothing, and sees a row of its first window page."""

@@ -156,7 +156,7 @@ class CacheManager:
         self._retain(request)
         need = request.need(self.spec, min(len(tokens), match.num_tokens + max(1, num_first_tokens)))
         # The copied page is the first of those needed, unless the shared entries reach beyond the first chunk.
-        wanted = {kind: max(need.num(kind), kind in copies) for kind in self.pools}
+        wanted = {kind: max(need.get(kind, 0), kind in copies) for kind in self.pools}
         if not (
             all(wanted[k] <= self.pools[k].num_available for k in wanted)
             and self._promised.has_room(request, self.pools)
@@ -221,14 +221,11 @@ class CacheManager:
             )
         self._free_behind_window(request)
         need = request.need(self.spec, num_tokens_total)
-        if any(need.num(kind) > pool.num_available for kind, pool in self.pools.items()):
+        if any(num > self.pools[kind].num_available for kind, num in need.items()):
             return False
-        for kind, num in need.compressed.items():
-            for page in self._allocate(kind, num):
-                self._put(request, kind, len(request.pages[kind]), page)
-        if need.window:
-            for logical, page in zip(need.window, self._allocate(EntryKind.WINDOW, len(need.window)), strict=True):
-                self._put(request, EntryKind.WINDOW, logical, page)
+        for kind, num in need.items():
+            for index, page in enumerate(self._allocate(kind, num), request.next_index(self.spec.kinds[kind])):
+                self._put(request, kind, index, page)
         request.steady_until = request.find_steady(self.spec)
         return True
 

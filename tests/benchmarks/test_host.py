@@ -17,9 +17,9 @@ def test_every_part_of_a_step_is_in_its_line():
 
 
 def test_decoding_requests_have_an_event_a_step_and_prompts_that_come_in_replace_those_that_end():
-    _, steps = host.run_steps("decode", 3, host.BLOCK)
+    _, steps = host.run_steps("decode", 3, host.BLOCK, by_part=True)
     assert [len(events) for events in steps] == [3] * host.BLOCK
-    _, steps = host.run_steps("prompts", 3, 2 * host.BLOCK)
+    _, steps = host.run_steps("prompts", 3, 2 * host.BLOCK, by_part=True)
     assert {event.request_id for event in steps[-1]}.isdisjoint({event.request_id for event in steps[0]})
     assert sum(event.finished for events in steps for event in events) >= 3
 
