@@ -27,6 +27,8 @@ class Streak:
         self._cache = cache
         self._num_steps = self._num_read = 0
         self._quiet_steps = 0  # before so many steps nothing is due
+        self.next_rows = rows  # of the next step, and which of them change by more than their number of tokens: `grant`
+        self._due: list[int] = []
 
     @cached_property
     def _most_steps(self) -> int:
@@ -49,23 +51,14 @@ class Streak:
         num = len(self.rows)
         return np.ones(num, np.int32), [True] * num, [False] * num
 
-    @cached_property
-    def next_rows(self) -> Rows:
-        """Of the next step."""
-        rows = self.rows
-        return Rows(rows.requests, rows.caches, rows.slot, rows.end, *self._same)
-
-    @cached_property
-    def _due(self) -> list[int]:
-        """Rows of the next step of which more changes than their number of tokens."""
-        if self._num_steps < self._quiet_steps:
-            return []
-        return np.flatnonzero(self.next_rows.end > self._quiet_until).tolist()
-
     def grant(self) -> bool:
         """Gets the pages of the next step. False if a row takes no part in it or pages are missing: it ends here."""
         if self._num_steps >= self._most_steps:
             return False
+        rows = self.rows
+        self.next_rows, self._due = Rows(rows.requests, rows.caches, rows.slot, rows.end, *self._same), []
+        if self._num_steps >= self._quiet_steps:
+            self._due = (self.next_rows.end > self._quiet_until).nonzero()[0].tolist()
         for r in self._due:
             held, end = self.rows.caches[r], int(self.next_rows.end[r])
             self._cache.advance(held, end - 1)
@@ -83,7 +76,6 @@ class Streak:
         self._num_steps += 1
         if self._num_steps > self._quiet_steps:
             self._quiet_steps = self._num_steps + int((self._quiet_until - self.rows.end).min())
-        del self.next_rows, self._due
 
     def complete(self, tokens: Sequence[int]) -> None:
         """A step was read: a token for each row."""

@@ -136,6 +136,26 @@ def test_a_decode_bucket_has_one_piece_and_one_block_a_row():
     assert "csa.of_token" not in a
 
 
+def test_a_decode_step_that_goes_on_takes_its_tokens_from_the_slots_that_drew_them():
+    tables = {EntryKind.WINDOW: {0: 0}, EntryKind.CSA: {0: 2}, EntryKind.HCA: {0: 4}}
+    layout, slots = Layout(Bucket(2, 2, 1), SPEC), SlotParams(4)
+
+    def token_ids(*rows, begins=False):
+        columns = Rows.of([plan._replace(first_of_stay=begins) for plan in rows])
+        slots.begin(columns)
+        return layout.views(pack(layout, columns, slots).ints, layout.ints)["token_ids"].tolist()
+
+    def rows(start, num_pending=0):
+        return [row(f"r{i}", i, range(10, 11 + start - num_pending), start, start + 1, tables, num_pending=num_pending)
+                for i in range(2)]  # fmt: skip
+
+    assert token_ids(*rows(3), begins=True) == [13, 13]  # the slots may have drawn another's
+    assert token_ids(*rows(4, num_pending=1)) == [PENDING, PENDING]
+    assert token_ids(*rows(5)) == [PENDING, PENDING]  # though they are known
+    assert token_ids(rows(6)[0]) == [16, 0]
+    assert token_ids(*rows(3), begins=True) == [13, 13]
+
+
 def test_what_is_asked_of_logprobs_and_bias():
     tables = {EntryKind.WINDOW: {0: 0}, EntryKind.CSA: {0: 2}, EntryKind.HCA: {0: 4}}
     prompt = row("p", 0, range(50, 60), 0, 6, tables, prompt_logprobs=1, logprobs=2, temperature=0)

@@ -51,3 +51,21 @@ def test_missing_pages_end_a_streak(granted):
     events = drain(engine)
     assert tokens_of(events["a"]) == tokens_of(events["b"]) == list(range(40, 100))
     assert engine.stats().num_preemptions > 0 and any(granted)
+
+
+def test_what_a_streak_did_not_write_down_is_there_when_it_ends(granted):
+    engine = fake_engine(num_shards=1)
+    for name in "ab":
+        engine.add(request(name, [1, 2, 3], max_tokens=40))
+    for _ in range(7):
+        engine.step()
+    assert any(granted)
+    shard = engine.scheduler.shards[0]
+    (going, ended), held = shard.running, shard.cache.request(shard.running[0].request_id)
+    assert shard.num_tokens_left == 2  # one each, drawn by the step in flight
+    assert engine.cancel("b")
+    assert (going.num_computed, going.num_pending, held.num_computed) == (9, 1, 9)  # the prompt, and 6 steps more
+    assert going.token_ids == list(range(1, 10)) and shard.num_tokens_left == 1
+    assert ended.num_pending == 1 and ended.slot == -1
+    assert tokens_of(drain(engine)["a"]) == list(range(10, 44))
+    shard.cache.check()
