@@ -82,7 +82,7 @@ def _scores(module: ir.Module, name: str, kind: ir.Type) -> None:
                             four = slice(4 * j, 4 * j + 4)
                             some_q = b.element(wide, b.mul(h, width), FLOAT)
                             x = entries.products(b, kind, some_q, here[four], following[four], width)
-                            x = numbers.largest(b, x, numbers.constant(0.0))
+                            x = numbers.largest(b, numbers.constant(0.0), x)
                             new.append(b.fused_multiply_add(x, factor, total))
                         return new
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -37,27 +38,32 @@ def register() -> None:
 
     To be called before a program that uses them is loaded; where one is traced, an operation does it.
     """
-    if not _to_compile:
-        return
+    with _lock:
+        while _to_compile:
+            name, (emit, kind) = _to_compile.popitem()
+            _compile(name, emit, kind)
+
+
+def _compile(name: str, emit: Emit, kind: ir.Type) -> None:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     features = binding.get_host_cpu_features().flatten()
-    target = binding.Target.from_default_triple()
-    while _to_compile:
-        name, (emit, kind) = _to_compile.popitem()
-        code = ir.Module(name)
-        emit(code, name, kind)
-        module = binding.parse_assembly(str(code))
-        module.link_in(binding.parse_assembly(handler(name)))
-        module.verify()
-        # No passes over it: what is emitted is as it should run, and they take longer than all the rest.
-        machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features, opt=2)
-        engine = binding.create_mcjit_compiler(module, machine)
-        engine.finalize_object()
-        _compiled.append(engine)
-        jax.ffi.register_ffi_target(name, _capsule(engine.get_function_address(name)), platform="cpu")
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=features, opt=2
+    )
+    code = ir.Module(name)
+    emit(code, name, kind)
+    module = binding.parse_assembly(str(code))
+    module.link_in(binding.parse_assembly(handler(name)))
+    module.verify()
+    # No passes over it: what is emitted is as it should run, and they take longer than all the rest.
+    engine = binding.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    _compiled.append(engine)
+    jax.ffi.register_ffi_target(name, _capsule(engine.get_function_address(name)), platform="cpu")
 
 
+_lock = threading.Lock()  # programs are traced in several threads; LLVM is for one at a time
 _to_compile: dict[str, tuple[Emit, ir.Type]] = {}
 _compiled: list[binding.ExecutionEngine] = []  # their code is called as long as the process lives
 

@@ -44,6 +44,7 @@ def pick(b: Builder, vector: Value, lanes: Sequence[int], other: Value | None = 
 
 
 def largest(b: Builder, x: Value, y: Value) -> Value:
+    """Of each lane; where y is NaN, NaN."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
@@ -69,8 +70,8 @@ def totals(b: Builder, vectors: Sequence[Value]) -> Value:
 
 def exp(b: Builder, x: Value) -> Value:
     """To the last bit or two; what is below -87 is taken as -87, what is above 88 as 88."""
-    x = largest(b, x, constant(_LEAST))
-    x = b.select(b.fcmp_ordered("<", x, constant(_MOST)), x, constant(_MOST))
+    x = largest(b, constant(_LEAST), x)
+    x = b.select(b.fcmp_ordered("<", constant(_MOST), x), constant(_MOST), x)
     power = b.call(b.intrinsic("llvm.nearbyint.v16f32", VECTOR, [VECTOR]), [b.fmul(x, constant(_LOG2_E))])
     rest = b.fused_multiply_add(power, constant(-_LN_2_HIGH), x)
     rest = b.fused_multiply_add(power, constant(-_LN_2_LOW), rest)

@@ -14,6 +14,7 @@ from pallas_kernels.indexer_topk import native as index
 from pallas_kernels.indexer_topk.reference import index_scores
 from pallas_kernels.native_attention import supports
 from pallas_kernels.pool import Pool
+from pallas_kernels.swa_attention import swa_attention
 from pallas_kernels.target import CPU, HOST, Target
 
 NATIVE = Target("cpu", HOST)
@@ -56,6 +57,17 @@ def test_scores_equal_plain_ones(dtype):
     want = jax.vmap(index_scores)(q, weights, keys)
     visible = jnp.arange(384) < blocks.position[:, None, None] + 1
     np.testing.assert_allclose(got, jnp.where(visible, want, -jnp.inf), rtol=1e-4, atol=1e-4)
+
+
+def test_what_was_never_written_shows_where_it_is_read():
+    q, blocks, pages = rows(2, 4, 16, jnp.float32)
+    page, entry = pages.table[0, blocks.position[0] // 8], blocks.position[0] % 8
+    pool = Pool.plain(pages.pool.values.at[page, entry].set(jnp.nan))
+    pages = pages._replace(pool=pool)
+    got = swa_attention(q, blocks, pages, jnp.zeros(4), window=8, scale=0.25, target=NATIVE)
+    assert np.isnan(got[0]).any() and np.isfinite(got[1]).all()
+    scores = np.asarray(index.scores(q, jnp.ones((2, 1, 4)), blocks, pages, ratio=1))
+    assert np.isnan(scores[0, 0]).sum() == 1 and not np.isnan(scores[1]).any()
 
 
 def test_what_it_takes():
