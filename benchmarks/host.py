@@ -6,9 +6,9 @@
 
 The parts: *schedule* who computes what; *cache* pages and prefixes; *build* the arrays of the step (numpy); *read* its
 results; *text* from tokens; *hand over* to the streams of an event loop in another thread (processor time of both);
-*other* is the engine's own. `decode`: every request draws a token in every step. `prompts`: each also ends after 32
-tokens, and another comes in its place, with a prompt of 128. Launching a program and sending it its arrays is not in
-here.
+*other* is the engine's own. `decode`: every request draws a token in every step, each at another place of its pages.
+`prompts`: each also ends after 32 tokens, and another comes in its place, with a prompt of 128. Launching a program,
+sending it its arrays and waiting for it is not in here.
 
 Then what waiting requests add to a step, a prefix's lookup, shedding, and the memory of a request. --num_requests
 sends as many short requests through the engine and prints the resident memory meanwhile.
