@@ -34,7 +34,7 @@ class Operation:
 
 
 def register() -> None:
-    """Compiles the operations that are not yet, and makes them known to XLA: a third of a second, once a process.
+    """Compiles the operations that are not yet, and makes them known to XLA: half a second, once a process.
 
     To be called before a program that uses them is loaded; where one is traced, an operation does it.
     """
