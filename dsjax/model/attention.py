@@ -18,6 +18,7 @@ from dsjax.model.norm import RMSNorm, rms
 from dsjax.model.param import Linear, constant, weight, widen
 from dsjax.model.rope import CosSin, frequencies, rotate
 from pallas_kernels import collectives
+from pallas_kernels.matmul import matmul
 
 
 class Attention(nnx.Module):
@@ -105,7 +106,5 @@ class GroupedLinear(nnx.Module):
         self.kernel, self.scale = weight(rngs, shape, ("group", None, None), dtype, stored)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # tgi,gio->gto: the ->tgo form in bf16 is UNIMPLEMENTED at run time on XLA's CPU
-        kernel = widen(self.kernel, self.scale, x.dtype)
-        y = jnp.einsum("tgi,gio->gto", x, kernel, preferred_element_type=jnp.float32)
+        y = matmul(x.transpose(1, 0, 2), widen(self.kernel, self.scale, x.dtype))
         return y.transpose(1, 0, 2).reshape(x.shape[0], -1).astype(x.dtype)

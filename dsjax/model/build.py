@@ -81,14 +81,6 @@ def abstract_on_mesh(
     return graph, _filled(state, shapes)
 
 
-def with_experts_apart(graph: nnx.GraphDef, state: nnx.State) -> tuple[nnx.GraphDef, nnx.State]:
-    """The same model on one CPU device with `Experts.take_apart`; nothing is copied."""
-    model = nnx.merge(graph, state)
-    for block in model.blocks():
-        block.ffn.experts.take_apart()
-    return nnx.split(model)
-
-
 def _by_name(state: nnx.State) -> dict[str, nnx.Variable]:
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 

@@ -6,19 +6,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dsjax.axes import SHARD
 from dsjax.config import ModelConfig
 from dsjax.model.exchange import exchange
 from dsjax.model.param import HIGHEST, Buffer, Linear, constant, normal, weight, widen
 from pallas_kernels import collectives
-from pallas_kernels.expert_ffn import Apart, Matrices, apart_pays, clamped_swiglu, expert_ffn
+from pallas_kernels.expert_ffn import Matrices, clamped_swiglu, expert_ffn
 from pallas_kernels.target import CPU, Target
-
-MAX_APART = 64  # experts
 
 
 class Gate(nnx.Module):
@@ -82,23 +78,7 @@ class Experts(nnx.Module):
     @property
     def num_local(self) -> int:
         """Experts on this device."""
-        return len(self.w13) if isinstance(self.w13, nnx.List) else self.w13.shape[-3]
-
-    def can_be_apart(self, num_tokens: int) -> bool:
-        """Whether `take_apart` makes a step of so many tokens faster on a CPU. Many experts would be many branches."""
-        num, k = self.config.n_routed_experts, self.config.num_experts_per_tok
-        plain = self.w13_scale is None and self.w13.ndim == 3 and self.num_local == num
-        return plain and num <= MAX_APART and apart_pays(num_tokens * k, num)
-
-    def take_apart(self) -> None:
-        """Makes each expert's matrices arrays of their own, which lie where they did in the stack: on a CPU, nothing is
-        copied. The other forms then cannot be had."""
-        for name in ("w13", "w2"):
-            stack = getattr(self, name)[...]
-            of_host, sharding = np.asarray(stack), NamedSharding(stack.sharding.mesh, PartitionSpec())
-            delattr(self, name)
-            views = [nnx.Param(jax.device_put(view, sharding)) for view in of_host]
-            setattr(self, name, nnx.List(views))
+        return self.w13.shape[-3]
 
     def grouped(self, x: jax.Array, experts: jax.Array, weights: jax.Array, target: Target = CPU) -> jax.Array:
         """Only the chosen experts of this device; expert `num_local` is none and makes no work. -> [T, D] float32, a
@@ -115,10 +95,7 @@ class Experts(nnx.Module):
             target=target,
         )
 
-    def _matrices(self) -> Matrices | Apart:
-        if isinstance(self.w13, nnx.List):
-            return Apart(*(tuple(w[...] for w in matrices) for matrices in (self.w13, self.w2)))
-
+    def _matrices(self) -> Matrices:
         def of_rounds(stack: nnx.Variable | None) -> jax.Array | None:
             return None if stack is None else stack[...].reshape(-1, *stack.shape[-2:])
 

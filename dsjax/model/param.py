@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.dequantize import FP4_BLOCK, FP8_BLOCK, dequantize
+from pallas_kernels.matmul import matmul
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -86,5 +87,4 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None, precision=None) -> jax.Array:
         kernel = widen(self.kernel, self.scale, x.dtype)
-        y = jnp.dot(x, kernel, preferred_element_type=jnp.float32, precision=precision)
-        return y.astype(out_dtype or x.dtype)
+        return matmul(x, kernel, precision).astype(out_dtype or x.dtype)

@@ -25,7 +25,6 @@ from dsjax.cache.moves import Arrays, BlobKey
 from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.cache.state import CacheState
 from dsjax.config import ModelConfig, SchedulerConfig
-from dsjax.model.build import with_experts_apart
 from dsjax.runner import sampling, step
 from dsjax.runner.batch import Layout, pack
 from dsjax.runner.buckets import Bucket, Buckets
@@ -98,7 +97,7 @@ class Runner:
         self.transfers = Transfers(spec, mesh, host_cache_dtype) if host_cache_dtype else None
         self._arriving = Arriving()
         self._slot_params = [SlotParams(spec.num_slots) for _ in range(self.num_shards)]
-        self._models = self._models_by_bucket(graph, params, abstract)
+        self._graph = graph
         self._layouts = {bucket: Layout(bucket, spec) for bucket in self.buckets}
         self._programs: dict[Program, jax.stages.Compiled] = {}
         facts = config, spec, active, num_microbatches, all_logits, self.target, dict(mesh.shape), host_cache_dtype
@@ -108,18 +107,6 @@ class Runner:
     @functools.cached_property
     def num_shards(self) -> int:
         return self.mesh.shape[DATA]
-
-    def _models_by_bucket(
-        self, graph: nnx.GraphDef, params: nnx.State, abstract: bool
-    ) -> dict[Bucket, tuple[nnx.GraphDef, nnx.State]]:
-        """The model each step takes: on one CPU device its experts are apart where that is faster."""
-        models = dict.fromkeys(self.buckets, (graph, params))
-        if self.target.platform == "cpu" and self.mesh.size == 1 and not abstract:
-            blocks = nnx.merge(graph, params).blocks()  # none where all layers are scanned
-            some = [b for b in self.buckets if blocks and blocks[0].ffn.experts.can_be_apart(b.num_tokens)]
-            if some:
-                models |= dict.fromkeys(some, with_experts_apart(graph, params))
-        return models
 
     # --- compiling -----------------------------------------------------------------------------
 
@@ -168,9 +155,8 @@ class Runner:
     def _path(self, kept: ProgramCache, key: Program) -> Path:
         facts: list[object] = [key]
         if isinstance(key, Bucket):
-            graph, params = self._models[key]
-            leaves, tree = jax.tree.flatten(params)
-            facts += [graph, tree, [(x.shape, x.dtype, x.sharding) for x in leaves]]
+            leaves, tree = jax.tree.flatten(self.params)
+            facts += [self._graph, tree, [(x.shape, x.dtype, x.sharding) for x in leaves]]
         return kept.path(facts)
 
     def _load(self, key: Program) -> jax.stages.Compiled | None:
@@ -193,11 +179,10 @@ class Runner:
         pages = tuple(self.num_pages.items())
         if isinstance(key, Bucket):
             layout, m = self._layouts[key], self.num_microbatches
-            graph, params = self._models[key]
-            static = step.StepConfig(graph, layout, pages, self.active, self.all_logits, self.target)
+            static = step.StepConfig(self._graph, layout, pages, self.active, self.all_logits, self.target)
             function = functools.partial(step.step, static)
             sent = self._sent(jnp.int32, m, layout.num_ints), self._sent(jnp.float32, m, layout.num_floats)
-            return self._lower(function, (params,), (self.cache, self.slots), sent, with_output=True)
+            return self._lower(function, (self.params,), (self.cache, self.slots), sent, with_output=True)
         if isinstance(key, int):
             kinds = self.copy_kinds
             function = functools.partial(step.copy_pages, pages, self.spec.num_state_slots, kinds=kinds)
@@ -292,7 +277,7 @@ class Runner:
             return None
         sent = self._to_devices(arrays)
         if isinstance(key, Bucket):
-            self.cache, self.slots, output = program(self._models[key][1], self.cache, self.slots, *sent)
+            self.cache, self.slots, output = program(self.params, self.cache, self.slots, *sent)
             return output
         if isinstance(key, int):
             self.cache = program(self.cache, *sent)

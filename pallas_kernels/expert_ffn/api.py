@@ -5,20 +5,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.expert_ffn import slots
-from pallas_kernels.expert_ffn.matrices import Apart, Matrices, clamped_swiglu
-from pallas_kernels.expert_ffn.slots import apart_pays
+from pallas_kernels.expert_ffn import groups, slots
+from pallas_kernels.expert_ffn.matrices import Matrices, clamped_swiglu
 from pallas_kernels.grouped_matmul import group_tiles, grouped_matmul
 from pallas_kernels.target import CPU, Target
 
-__all__ = ["Apart", "Matrices", "apart_pays", "clamped_swiglu", "expert_ffn"]
+__all__ = ["Matrices", "clamped_swiglu", "expert_ffn"]
 
 
 def expert_ffn(
     x: jax.Array,  # [T, D]
     experts: jax.Array,  # [T, k] int32 numbers of experts; `num_experts` is none and makes no work
     weights: jax.Array,  # [T, k] float32
-    matrices: Matrices | Apart,
+    matrices: Matrices,
     num_experts: int,
     *,
     first: int | jax.Array = 0,  # which of the matrices are expert 0's
@@ -28,15 +27,16 @@ def expert_ffn(
 ) -> jax.Array:
     """The sum over a token's chosen experts of weight * W2 clamped_swiglu(W13 x), [T, D] float32.
 
-    Of `num_devices` devices with experts of their own each expects as many tokens. Accelerators, and a CPU whose
-    weights are stored codes or are those of several rounds of layers, multiply tiles of tokens sorted by expert; else
-    a CPU takes one of the forms in `slots`. Matrices that are `Apart` are for a CPU, where `apart_pays`.
+    Of `num_devices` devices with experts of their own each expects as many. Native code multiplies an expert's tokens
+    in one piece, or where they are many and bfloat16 XLA's library in `slots`. Accelerators, weights that are stored
+    codes, and a CPU without native code multiply tiles of tokens sorted by expert.
     """
-    if isinstance(matrices, Apart):
-        return slots.one_by_one(x, experts, weights, matrices, limit)
-    if target.platform == "cpu" and not target.interpret and matrices.are_plain(num_experts):
+    if not (target.has_native_kernels and groups.fits(matrices)):
+        return _in_tiles(x, experts, weights, matrices, num_experts, first, num_devices, limit, target)
+    of_one_round = matrices.w13.shape[0] == num_experts
+    if of_one_round and slots.pays(x.dtype, experts.size, num_experts * num_devices):
         return slots.in_slots(x, experts, weights, matrices, num_devices, limit)
-    return _in_tiles(x, experts, weights, matrices, num_experts, first, num_devices, limit, target)
+    return groups.in_groups(x, experts, weights, matrices, num_experts, first, limit)
 
 
 def _in_tiles(x, experts, weights, matrices, num_experts, first, num_devices, limit, target) -> jax.Array:

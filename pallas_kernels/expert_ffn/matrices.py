@@ -16,17 +16,6 @@ class Matrices(NamedTuple):
     w13_scale: jax.Array | None = None
     w2_scale: jax.Array | None = None
 
-    def are_plain(self, num_experts: int) -> bool:
-        """Whether they are numbers, and those of `num_experts` experts and no others."""
-        return self.w13_scale is None and self.w13.shape[0] == num_experts
-
-
-class Apart(NamedTuple):
-    """Every expert's matrices as arrays of their own, w13 [D, 2F] and w2 [F, D]."""
-
-    w13: tuple[jax.Array, ...]
-    w2: tuple[jax.Array, ...]
-
 
 def clamped_swiglu(gate_up: jax.Array, limit: float) -> jax.Array:
     """[..., 2F] (gate, then up) -> [..., F], float32; the gate is clamped above only; limit 0 is no clamp."""

@@ -43,7 +43,7 @@ class Builder(ir.IRBuilder):
         self,
         start: Value,
         goes_on: Callable[[Value], Value],
-        step: int,
+        step: Value | int,
         body: Callable[..., Sequence[Value] | None],
         carried: Sequence[Value] = (),
     ) -> tuple[Value, list[Value]]:
@@ -60,7 +60,7 @@ class Builder(ir.IRBuilder):
         self.cbranch(goes_on(i), inside, after)
         self.position_at_end(inside)
         new = body(i, *values) or ()
-        i.add_incoming(self.add(i, long(step)), self.block)
+        i.add_incoming(self.add(i, long(step) if isinstance(step, int) else step), self.block)
         for value, next_value in zip(values, new, strict=True):
             value.add_incoming(next_value, self.block)
         self.branch(head)

@@ -1,8 +1,9 @@
 """The function that XLA calls, in LLVM's language: it does an operation's items on all threads of XLA's pool.
 
-An operation NAME supplies `i64 NAME.count(ptr frame)`, how many items a call has, and `void NAME.item(ptr frame,
-i64 i)`, which does one; the items of a call write to different places, in any order. Offsets are those of the structs
-in `xla/ffi/api/c_api.h` of jaxlib (version 0.3 of that interface, which later ones extend at the ends of structs).
+An operation NAME supplies `i64 NAME.count(ptr frame, i64 threads)`, how many items a call has for so many threads, and
+`void NAME.item(ptr frame, i64 i, i64 items)`, which does one; the items of a call write to different places, in any
+order. Offsets are those of the structs in `xla/ffi/api/c_api.h` of jaxlib (version 0.3 of that interface, which later
+ones extend at the ends of structs).
 
 A call's job is on the heap and is counted: a task that the pool starts late finds nothing left to do, and the call does
 not wait for it. A call waits only for items that a thread has begun.
@@ -23,8 +24,8 @@ declare void @free(ptr)
 declare i32 @sched_yield()
 declare i64 @llvm.smin.i64(i64, i64)
 declare i64 @llvm.smax.i64(i64, i64)
-declare i64 @NAME.count(ptr)
-declare void @NAME.item(ptr, i64)
+declare i64 @NAME.count(ptr, i64)
+declare void @NAME.item(ptr, i64, i64)
 
 define internal void @NAME.drop(ptr %job) {
   %references = getelementptr i64, ptr %job, i64 2
@@ -51,7 +52,7 @@ next:
   %more = icmp slt i64 %i, %items
   br i1 %more, label %do, label %end
 do:
-  call void @NAME.item(ptr %frame, i64 %i)
+  call void @NAME.item(ptr %frame, i64 %i, i64 %items)
   %before = atomicrmw add ptr %p.done, i64 1 release
   br label %next
 end:
@@ -107,7 +108,6 @@ run:
   %api = load ptr, ptr %p.api
   %p.context = getelementptr i8, ptr %frame, i64 24
   %context = load ptr, ptr %p.context
-  %items = call i64 @NAME.count(ptr %frame)
   %p.threads = alloca i64
   store i64 1, ptr %p.threads
   ; [size, extension, context, where to put the number] and [size, extension, context, task, job]
@@ -124,6 +124,7 @@ run:
   %no.number = call ptr %num_threads(ptr %arg)
   %no.pool = call i1 @NAME.failed(ptr %api, ptr %no.number)
   %threads = load i64, ptr %p.threads
+  %items = call i64 @NAME.count(ptr %frame, i64 %threads)
   %others = sub i64 %threads, 1
   %rest = sub i64 %items, 1
   %few = call i64 @llvm.smin.i64(i64 %others, i64 %rest)

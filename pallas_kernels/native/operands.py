@@ -34,13 +34,13 @@ def items(
     def size_of(b: Builder, units: Value) -> Value:
         return b.select(b.icmp_signed("<=", units, long(most)), long(most), long(size))
 
-    function = ir.Function(module, ir.FunctionType(LONG, [POINTER]), f"{name}.count")
+    function = ir.Function(module, ir.FunctionType(LONG, [POINTER, LONG]), f"{name}.count")
     b = Builder(function)
     units = num_units(b, function.args[0])
     b.ret(b.sdiv(b.add(units, b.sub(size_of(b, units), long(1))), size_of(b, units)))
-    function = ir.Function(module, ir.FunctionType(VOID, [POINTER, LONG]), f"{name}.item")
+    function = ir.Function(module, ir.FunctionType(VOID, [POINTER, LONG, LONG]), f"{name}.item")
     b = Builder(function)
-    frame, item = function.args
+    frame, item, _ = function.args
     units = num_units(b, frame)
     first = b.mul(item, size_of(b, units))
     return b, frame, first, b.smaller(b.add(first, size_of(b, units)), units)

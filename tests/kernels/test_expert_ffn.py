@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.expert_ffn import Apart, Matrices, apart_pays, expert_ffn
-from pallas_kernels.expert_ffn.slots import slots_of_expert
+from pallas_kernels.expert_ffn import Matrices, expert_ffn
+from pallas_kernels.expert_ffn.slots import in_slots, pays, slots_of_expert
 from pallas_kernels.target import CPU, Target
 
 D, F, E, K = 32, 16, 16, 4
@@ -41,53 +41,49 @@ def loop(x, experts, weights, matrices: Matrices) -> np.ndarray:
     return out
 
 
-def apart(stacks: Matrices) -> Apart:
-    return Apart(tuple(stacks.w13), tuple(stacks.w2))
+def groups(x, experts, weights, matrices):
+    return expert_ffn(x, experts, weights, matrices, E, limit=LIMIT, target=Target("cpu", "host"))
 
 
-FORMS = pytest.mark.parametrize(
-    ("target", "form"),
-    [(CPU, lambda m: m), (CPU, apart), (Target("gpu"), lambda m: m)],
-    ids=["slots", "apart", "tiles"],
-)
+def tiles(x, experts, weights, matrices):
+    return expert_ffn(x, experts, weights, matrices, E, limit=LIMIT, target=CPU)
+
+
+def slots(x, experts, weights, matrices):
+    return in_slots(x, experts, weights, matrices, 1, LIMIT)
+
+
+FORMS = pytest.mark.parametrize("form", [groups, slots, tiles], ids=["groups", "slots", "tiles"])
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize(("num", "used"), [(1, 1), (2, 2), (5, 3), (8, 8), (40, 33), (200, 200), (16, 0)])
 @FORMS
-def test_every_form_is_the_loop(num, used, even, target, form):
+def test_every_form_is_the_loop(num, used, even, form):
     x, experts, weights = tokens(num, even, used)
-
-    @jax.jit
-    def run(x, experts, weights, stacks):
-        return expert_ffn(x, experts, weights, form(stacks), E, limit=LIMIT, target=target)
-
-    got = run(x, experts, weights, matrices())
+    got = jax.jit(form)(x, experts, weights, matrices())
     np.testing.assert_allclose(got, loop(x, experts, weights, matrices()), atol=1e-5)
     assert not np.any(got[used:])
 
 
 @pytest.mark.parametrize("num", [1, 2, 40])
 @FORMS
-def test_bfloat16_is_accumulated_in_float32(num, target, form):
+def test_bfloat16_is_accumulated_in_float32(num, form):
     x, experts, weights = tokens(num, True, num)
     x = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
     stacks = matrices("bfloat16")
-    run = jax.jit(lambda x, stacks: expert_ffn(x, experts, weights, form(stacks), E, limit=LIMIT, target=target))
-    got = run(jnp.asarray(x, jnp.bfloat16), stacks)
+    got = jax.jit(form)(jnp.asarray(x, jnp.bfloat16), experts, weights, stacks)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, loop(x, experts, weights, stacks), atol=0.02)  # hidden is rounded to 8 bits
 
 
-def test_what_is_not_a_number_stays_with_its_token():
+@FORMS
+def test_what_is_not_a_number_stays_with_its_token(form):
     x, experts, weights = tokens(40, False, 40)  # most tokens are past their experts' slots
     x[[0, 7]] = np.nan
-    for form in (lambda m: m, apart):
-        got = np.asarray(
-            jax.jit(lambda x, m, form=form: expert_ffn(x, experts, weights, form(m), E, limit=LIMIT))(x, matrices())
-        )
-        assert np.isnan(got[[0, 7]]).all()
-        assert np.isfinite(np.delete(got, [0, 7], axis=0)).all()
+    got = np.asarray(jax.jit(form)(x, experts, weights, matrices()))
+    assert np.isnan(got[[0, 7]]).all()
+    assert np.isfinite(np.delete(got, [0, 7], axis=0)).all()
 
 
 def test_slots_hold_what_even_choices_fill():
@@ -100,17 +96,20 @@ def test_slots_hold_what_even_choices_fill():
     assert slots_of_expert(5, 5 * K, E) == 5  # no expert can have more
 
 
-def test_experts_apart_are_for_few_tokens():
-    assert apart_pays(E // 2, E)
-    assert not apart_pays(E // 2 + 1, E)
+def test_slots_are_for_many_tokens_in_bfloat16():
+    assert pays(jnp.bfloat16, 16 * E + 1, E)
+    assert not pays(jnp.bfloat16, 16 * E, E)
+    assert not pays(jnp.float32, 1000 * E, E)
 
 
-def test_taking_an_expert_does_not_widen_all():
-    """XLA's CPU slices bfloat16 by converting the whole stack to float32, in the branch for tokens without a slot."""
-    x, experts, weights = tokens(40, False, 40)
-    stacks = matrices("bfloat16")
-    program = jax.jit(lambda x, m: expert_ffn(x, experts, weights, m, E, limit=LIMIT))
-    text = program.lower(jnp.asarray(x, jnp.bfloat16), stacks).compile().as_text() or ""
-    for stack in stacks[:2]:
-        dims = ",".join(map(str, stack.shape))
-        assert f"bf16[{dims}]" in text and f"f32[{dims}]" not in text
+def test_weights_are_neither_copied_nor_widened():
+    """XLA's CPU takes a matrix out of a stack by copying it, and one of bfloat16 by converting the stack to float32."""
+    for num, dtype in ((40, "float32"), (40, "bfloat16"), (200, "bfloat16")):
+        x, experts, weights = tokens(num, False, num)  # of 200, most are past their experts' slots
+        stacks = matrices(dtype)
+        program = jax.jit(groups).lower(jnp.asarray(x, dtype), experts, weights, stacks).compile()
+        made = [line.split(" = ")[1] for line in (program.as_text() or "").splitlines() if " = " in line]
+        for stack in stacks[:2]:
+            dims = ",".join(map(str, stack.shape))
+            shapes = [text for text in made if text.split("{")[0].split("[")[-1].rstrip("]") == dims]
+            assert shapes and all(" parameter(" in text or " get-tuple-element(" in text for text in shapes), shapes

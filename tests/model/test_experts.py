@@ -72,23 +72,3 @@ def test_grouped_is_dense(target, stored):
 
     got, want = run(stored, x, chosen, weights)
     np.testing.assert_allclose(got, want, atol=1e-5 * float(jnp.abs(want).max()))  # sums in another order
-
-
-def test_experts_taken_apart_lie_where_they_did():
-    config = dataclasses.replace(MODELS["tiny-mixed"](), n_routed_experts=NUM_EXPERTS, num_experts_per_tok=K)
-    experts = Experts(config, nnx.Rngs(0), jnp.dtype("float32"))
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
-    for name in ("w13", "w2"):
-        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        getattr(experts, name).set_value(jax.device_put(getattr(experts, name)[...], whole))
-    x = np.random.default_rng(2).normal(size=(3, config.hidden_size)).astype(np.float32)
-    chosen, weights = np.array([[3, 0], [1, 0], [4, 4]], np.int32), np.full((3, K), 0.5, np.float32)
-    want = experts.grouped(x, chosen, weights)
-    stack = experts.w13[...]
-    address, size = stack.unsafe_buffer_pointer(), stack[0].nbytes
-    assert experts.can_be_apart(num_tokens=1)
-    assert not experts.can_be_apart(num_tokens=2)
-    experts.take_apart()
-    assert [w[...].unsafe_buffer_pointer() for w in experts.w13] == [address + i * size for i in range(NUM_EXPERTS)]
-    assert experts.num_local == NUM_EXPERTS
-    np.testing.assert_allclose(experts.grouped(x, chosen, weights), want, atol=1e-6)

@@ -1,0 +1,69 @@
+"""A product of few rows is the product of many; each takes the form that is meant for it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.matmul import matmul, products_for
+from pallas_kernels.target import CPU, Target
+
+RNG = np.random.default_rng(0)
+HERE = Target("cpu", "host")
+
+
+def operands(rows, k, n, dtype, stack=()):
+    return (
+        jnp.asarray(RNG.normal(size=(*stack, rows, k)), dtype),
+        jnp.asarray(RNG.normal(size=(*stack, k, n)), dtype),
+    )
+
+
+def compiled(x, weights, target=HERE):
+    def run(x, weights):
+        with products_for(target):
+            return matmul(x, weights)
+
+    return jax.jit(run).lower(x, weights).compile()
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "dtype", "is_native"),
+    [
+        (1, 32, "float32", True),
+        (40, 32, "float32", True),
+        (41, 32, "float32", False),
+        (4, 32, "bfloat16", True),
+        (5, 32, "bfloat16", False),
+        (4, 24, "float32", False),  # columns that are no whole vectors
+    ],
+)
+def test_form(rows, n, dtype, is_native):
+    x, weights = operands(rows, 16, n, dtype)
+    program = compiled(x, weights)
+    assert ("dsjax.grouped_product" in (program.as_text() or "")) == is_native
+    want = np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
+    got = program(x, weights)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_plain_jax_is_what_it_says():
+    assert "grouped_product" not in (compiled(*operands(1, 16, 32, "float32"), target=CPU).as_text() or "")
+    compiled(*operands(1, 16, 32, "float32"))
+    assert "grouped_product" not in jax.jit(matmul).lower(*operands(1, 16, 32, "float32")).as_text()  # outside
+
+
+def test_stacks():
+    x, weights = operands(3, 16, 32, "float32", stack=(2,))
+    want = np.einsum("gtk,gkn->gtn", np.asarray(x, np.float64), np.asarray(weights, np.float64))
+    np.testing.assert_allclose(compiled(x, weights)(x, weights), want, atol=1e-4)
+
+
+def test_rows_may_have_several_axes():
+    x, weights = operands(3, 16, 32, "float32")
+    x = jnp.stack([x, -x, 2 * x])
+    want = np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
+    np.testing.assert_allclose(compiled(x, weights)(x, weights), want, atol=1e-4)
