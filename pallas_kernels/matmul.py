@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.grouped_matmul import native
 from pallas_kernels.target import CPU, Target
@@ -44,6 +45,6 @@ def matmul(x: jax.Array, weights: jax.Array, precision: jax.lax.Precision | None
     few = x.dtype == weights.dtype and num_rows <= _FEW.get(weights.dtype.name, 0) and native.supports(weights)
     if not (few and _target.get().has_native_kernels):
         return jnp.matmul(x, weights, preferred_element_type=jnp.float32, precision=precision)
-    starts = jnp.arange(0, x.size // k + 1, num_rows, dtype=jnp.int32)
+    starts = np.arange(0, x.size // k + 1, num_rows, dtype=np.int32)
     out = native.grouped_product(x.reshape(-1, k), weights.reshape(-1, k, n), starts)
     return out.reshape(*x.shape[:-1], n)

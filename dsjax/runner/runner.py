@@ -83,8 +83,8 @@ class Runner:
         self.all_logits, self.fail_on_recompile = all_logits, fail_on_recompile
         self.on_launch, self.on_read = on_launch, on_read
         self.target = target or Target.of(mesh.devices.flat[0])
-        # One bfloat16 row takes a scalar path in XLA's CPU matmul, 10 times slower than two rows.
-        self.buckets = Buckets(scheduler, min_rows=2 if dtype == jnp.bfloat16 else 1)
+        # One bfloat16 row takes a scalar path in XLA's CPU matmul, 10 times slower than two rows; native code does not.
+        self.buckets = Buckets(scheduler, min_rows=1 + (dtype == jnp.bfloat16 and not self.target.has_native_kernels))
         self.num_pages = {kind: kind_spec.num_pages for kind, kind_spec in spec.kinds.items()}
         self._by_shard = sharding.by_shard(mesh)
         tables = self.num_shards * spec.num_slots, config.vocab_size, self._by_shard

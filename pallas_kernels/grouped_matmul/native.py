@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.native import numbers
@@ -39,7 +40,7 @@ def supports(weights: jax.Array) -> bool:
 def grouped_product(
     x: jax.Array,  # [R, K] rows, group after group
     weights: jax.Array,  # [G, K, N] float32 or bfloat16, N a multiple of 16
-    starts: jax.Array,  # [E + 1] int32, where each group's rows start; the last is where they end
+    starts: jax.Array | np.ndarray,  # [E + 1] int32, where each group's rows start; the last is where they end
     first: int | jax.Array = 0,  # the matrix of group 0
 ) -> jax.Array:
     """Each row times its group's matrix, [R, N] float32, for CPUs: row starts[e] + i times weights[first + e].
@@ -57,7 +58,7 @@ def grouped_product(
             f"multiple of {LANES} columns"
         )
     shape = jax.ShapeDtypeStruct((x.shape[0], weights.shape[2]), jnp.float32)
-    first = jnp.asarray(first, jnp.int32).reshape(1)
+    first = np.array([first], np.int32) if isinstance(first, int) else first.astype(jnp.int32).reshape(1)
     return _PRODUCT(weights.dtype, shape, x.astype(jnp.float32), weights, starts.astype(jnp.int32), first)
 
 
