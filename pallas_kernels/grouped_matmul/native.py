@@ -58,8 +58,8 @@ def grouped_product(
             f"multiple of {LANES} columns"
         )
     shape = jax.ShapeDtypeStruct((x.shape[0], weights.shape[2]), jnp.float32)
-    first = np.array([first], np.int32) if isinstance(first, int) else first.astype(jnp.int32).reshape(1)
-    return _PRODUCT(weights.dtype, shape, x.astype(jnp.float32), weights, starts.astype(jnp.int32), first)
+    begin = np.array([first], np.int32) if isinstance(first, int) else first.astype(jnp.int32).reshape(1)
+    return _PRODUCT(weights.dtype, shape, x.astype(jnp.float32), weights, starts.astype(jnp.int32), begin)
 
 
 def _emit(module: ir.Module, name: str, kind: ir.Type) -> None:
