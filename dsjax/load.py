@@ -46,7 +46,7 @@ def model_dir(model: str) -> Path:
 
 
 def resolve_dtype(dtype: str, platform: str) -> jnp.dtype:
-    """auto is float32 on the CPU, where bfloat16 has slow paths, and bfloat16 elsewhere."""
+    """auto is float32 on the CPU, which multiplies it well, and bfloat16 elsewhere."""
     if dtype == "auto":
         dtype = "float32" if platform == "cpu" else "bfloat16"
     return jnp.dtype(dtype)
