@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.expert_ffn import groups, slots
+from pallas_kernels.expert_ffn.assignments import weighted_sum
 from pallas_kernels.expert_ffn.matrices import Matrices, clamped_swiglu
 from pallas_kernels.grouped_matmul import group_tiles, grouped_matmul
 from pallas_kernels.target import CPU, Target
@@ -27,9 +28,9 @@ def expert_ffn(
 ) -> jax.Array:
     """The sum over a token's chosen experts of weight * W2 clamped_swiglu(W13 x), [T, D] float32.
 
-    Of `num_devices` devices with experts of their own each expects as many. Native code multiplies an expert's tokens
-    in one piece, or where they are many and bfloat16 XLA's library in `slots`. Accelerators, weights that are stored
-    codes, and a CPU without native code multiply tiles of tokens sorted by expert.
+    Of `num_devices` devices with experts of their own each expects as many tokens. Native code multiplies an expert's
+    tokens in one piece, or where they are many and bfloat16 XLA's library in `slots`. Accelerators, weights that are
+    stored codes, and a CPU without native code multiply tiles of tokens sorted by expert.
     """
     if not (target.has_native_kernels and groups.fits(matrices)):
         return _in_tiles(x, experts, weights, matrices, num_experts, first, num_devices, limit, target)
@@ -40,12 +41,10 @@ def expert_ffn(
 
 
 def _in_tiles(x, experts, weights, matrices, num_experts, first, num_devices, limit, target) -> jax.Array:
-    num_rows, k = experts.shape
     tiles = group_tiles(experts, num_experts, num_devices, target)
     tiles = tiles._replace(group=tiles.group + first)
-    rows = jnp.take(x, tiles.source // k, axis=0, mode="fill", fill_value=0)  # [P, D]
+    rows = jnp.take(x, tiles.source // experts.shape[1], axis=0, mode="fill", fill_value=0)  # [P, D]
     hidden = grouped_matmul(rows, matrices.w13, tiles, matrices.w13_scale, target)
     hidden = clamped_swiglu(hidden, limit).astype(x.dtype)
     out = grouped_matmul(hidden, matrices.w2, tiles, matrices.w2_scale, target)  # [P, D] float32
-    out = jnp.take(out, tiles.destination, axis=0, mode="fill", fill_value=0).reshape(num_rows, k, -1)
-    return jnp.sum(out * weights[..., None], axis=1)
+    return weighted_sum(out, tiles.destination, weights)

@@ -11,6 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.expert_ffn.assignments import tokens_at, weighted_sum
 from pallas_kernels.expert_ffn.groups import in_groups
 from pallas_kernels.expert_ffn.matrices import Matrices, clamped_swiglu
 from pallas_kernels.grouped_matmul import ranks
@@ -37,13 +38,13 @@ def in_slots(
     rank, _ = ranks(flat, num_experts)
     nowhere = num_experts * slots
     place = jnp.where((flat < num_experts) & (rank < slots), flat * slots + rank, nowhere)
-    token = jnp.zeros((nowhere,), jnp.int32).at[place].set(jnp.arange(flat.shape[0], dtype=jnp.int32) // k, mode="drop")
-    rows = x[token].reshape(num_experts, slots, -1)  # in an empty slot token 0, of which nothing comes
+    rows = x[tokens_at(place, nowhere, k)].reshape(
+        num_experts, slots, -1
+    )  # in an empty slot token 0, of which nothing comes
     hidden = jnp.einsum("ecd,edf->ecf", rows, matrices.w13, preferred_element_type=jnp.float32)
     hidden = clamped_swiglu(hidden, limit).astype(x.dtype)
     out = jnp.einsum("ecf,efd->ecd", hidden, matrices.w2, preferred_element_type=jnp.float32)
-    out = jnp.take(out.reshape(nowhere, -1), place, axis=0, mode="fill", fill_value=0).reshape(num_rows, k, -1)
-    out = jnp.sum(out * weights[..., None], axis=1)
+    out = weighted_sum(out.reshape(nowhere, -1), place, weights)
     if slots == num_rows:
         return out
     over = jnp.where(rank < slots, num_experts, flat).reshape(experts.shape)

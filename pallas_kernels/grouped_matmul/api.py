@@ -27,18 +27,15 @@ class Tiles(NamedTuple):
         return self.source.shape[0] // self.group.shape[0]
 
 
-def group_tiles(
-    groups: jax.Array, num_groups: int, num_devices: int = 1, target: Target = CPU, tile_rows: int = 0
-) -> Tiles:
+def group_tiles(groups: jax.Array, num_groups: int, num_devices: int = 1, target: Target = CPU) -> Tiles:
     """Plans the tiles for groups [T, k]: assignment a = t * k + j of row t belongs to group groups[t, j].
 
     One whose group is `num_groups` (padding, or another device's) gets no place; of `num_devices` devices with groups
-    of their own each expects as many. `tile_rows` 0 is what suits the target. Sorting is by counting, since XLA's CPU
-    sort is slow.
+    of their own each expects as many. Sorting is by counting, since XLA's CPU sort is slow.
     """
     rows, k = groups.shape
     num_assignments = rows * k
-    tile_rows = tile_rows or tuning.tile_rows(target, num_assignments, num_groups * num_devices)
+    tile_rows = tuning.tile_rows(target, num_assignments, num_groups * num_devices)
     flat = groups.reshape(-1)
     rank, count = ranks(flat, num_groups)
     tiles_of_group = (count + tile_rows - 1) // tile_rows  # [G]

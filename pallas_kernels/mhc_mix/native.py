@@ -165,12 +165,12 @@ def _read_token(b: Builder, frame: Value, token: Value, kind: ir.Type) -> None:
         offset = numbers.gathered(b, [number(base, first + i) for i in range(count)])
         return b.fused_multiply_add(z, b.fmul(norm, scales), offset)
 
-    eps = numbers.spread(b, number(constants, 0))
+    eps = b.spread(number(constants, 0))
     square = b.load(of_token(sums, _MIXES), typ=FLOAT)
     variance = b.fadd(b.fmul(square, number(constants, 2)), number(constants, 1))
     root = b.call(b.intrinsic("llvm.sqrt.f32", FLOAT, [FLOAT]), [variance])
-    norm = numbers.spread(b, b.fdiv(ir.Constant(FLOAT, 1.0), root))
-    of_read, of_write, of_mix = (numbers.spread(b, number(scale, i)) for i in range(3))
+    norm = b.spread(b.fdiv(ir.Constant(FLOAT, 1.0), root))
+    of_read, of_write, of_mix = (b.spread(number(scale, i)) for i in range(3))
     scales = numbers.pick(b, of_read, [0] * STREAMS + [LANES] * (LANES - STREAMS), of_write)
     shares = numbers.sigmoid(b, mixed(0, 2 * STREAMS, scales))
     reading = b.fadd(shares, eps)
@@ -189,7 +189,7 @@ def _read_token(b: Builder, frame: Value, token: Value, kind: ir.Type) -> None:
     )
     for i in range(STREAMS * STREAMS):
         b.store(numbers.lane(b, matrix, i), of_token(comb, i))
-    weights = [numbers.spread(b, numbers.lane(b, reading, s)) for s in range(STREAMS)]
+    weights = [b.spread(numbers.lane(b, reading, s)) for s in range(STREAMS)]
 
     def sum_streams(d: Value) -> None:
         total = numbers.constant(0.0)
@@ -221,7 +221,7 @@ def _write_token(b: Builder, frame: Value, token: Value, kind: ir.Type) -> None:
 
     def weight(array: Value, i: int) -> Value:
         at = b.element(array, b.add(b.mul(tokens, long(i)), token), FLOAT)
-        return numbers.spread(b, b.load(at, typ=FLOAT))
+        return b.splat(at)
 
     posts = [weight(post, k) for k in range(STREAMS)]
     combs = [[weight(comb, STREAMS * j + k) for k in range(STREAMS)] for j in range(STREAMS)]

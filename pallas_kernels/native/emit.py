@@ -75,9 +75,13 @@ class Builder(ir.IRBuilder):
         return self.bitcast(self.shl(wide, ir.Constant(_INTS, [16] * LANES)), VECTOR)
 
     def splat(self, address: Value) -> Value:
-        """One float, 16 times."""
+        """The float at an address, 16 times."""
+        return self.spread(self.load(address, align=4, typ=FLOAT))
+
+    def spread(self, value: Value) -> Value:
+        """A float, 16 times."""
         undefined = ir.Constant(VECTOR, ir.Undefined)
-        one = self.insert_element(undefined, self.load(address, align=4, typ=FLOAT), ir.Constant(INT, 0))
+        one = self.insert_element(undefined, value, ir.Constant(INT, 0))
         return self.shuffle_vector(one, undefined, ir.Constant(_INTS, [0] * LANES))
 
     def fused_multiply_add(self, a: Value, b: Value, c: Value) -> Value:

@@ -19,12 +19,6 @@ def constant(value: float) -> ir.Constant:
     return ir.Constant(VECTOR, [value] * LANES)
 
 
-def spread(b: Builder, value: Value) -> Value:
-    """A float, 16 times."""
-    one = b.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(INT, 0))
-    return pick(b, one, [0] * LANES)
-
-
 def gathered(b: Builder, values: Sequence[Value]) -> Value:
     """Floats as a vector; zeros behind them."""
     vector = constant(0.0)

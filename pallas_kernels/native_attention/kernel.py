@@ -29,7 +29,7 @@ def _attend(module: ir.Module, name: str, kind: ir.Type) -> None:
     scaled, total, zeros = (entries.room(b, FLOAT, b.mul(width, long(n))) for n in (HEADS, HEADS, 1))
     top, denominator = (entries.room(b, VECTOR, long(HEADS)) for _ in range(2))
     entries.each_vector(b, width, lambda d: b.store(numbers.constant(0.0), b.element(zeros, d, FLOAT), align=4))
-    factor = numbers.spread(b, b.load(scale, typ=FLOAT))
+    factor = b.splat(scale)
 
     def unit(i: Value) -> None:
         row, head = b.udiv(b.mul(i, long(HEADS)), heads), b.urem(b.mul(i, long(HEADS)), heads)
@@ -52,7 +52,7 @@ def _attend(module: ir.Module, name: str, kind: ir.Type) -> None:
             b.call(over, [scaled, pool, places, count, width, zeros, top, denominator, total])
         for h in range(HEADS):
             at = b.add(head, long(h))
-            here = numbers.spread(b, b.load(b.element(sink, at, FLOAT), typ=FLOAT))
+            here = b.splat(b.element(sink, at, FLOAT))
             most = b.load(b.element(top, long(h), VECTOR), typ=VECTOR)
             all_here = numbers.largest(b, most, here)
             decay = numbers.exp(b, b.fsub(most, all_here))
