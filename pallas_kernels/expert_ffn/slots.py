@@ -38,9 +38,8 @@ def in_slots(
     rank, _ = ranks(flat, num_experts)
     nowhere = num_experts * slots
     place = jnp.where((flat < num_experts) & (rank < slots), flat * slots + rank, nowhere)
-    rows = x[tokens_at(place, nowhere, k)].reshape(
-        num_experts, slots, -1
-    )  # in an empty slot token 0, of which nothing comes
+    # in an empty slot is token 0, of which nothing comes
+    rows = x[tokens_at(place, nowhere, k)].reshape(num_experts, slots, -1)
     hidden = jnp.einsum("ecd,edf->ecf", rows, matrices.w13, preferred_element_type=jnp.float32)
     hidden = clamped_swiglu(hidden, limit).astype(x.dtype)
     out = jnp.einsum("ecf,efd->ecd", hidden, matrices.w2, preferred_element_type=jnp.float32)
