@@ -18,6 +18,22 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 _HALVES, _INTS = ir.VectorType(HALF, LANES), ir.VectorType(INT, LANES)
 
 
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which its builder lacks. Only what an intrinsic takes is of it: in memory it is a `HALF`."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
 def long(value: int) -> ir.Constant:
     return ir.Constant(LONG, value)
 
@@ -86,6 +102,14 @@ class Builder(ir.IRBuilder):
 
     def fused_multiply_add(self, a: Value, b: Value, c: Value) -> Value:
         return self.call(self.intrinsic("llvm.fma.v16f32", VECTOR, [VECTOR] * 3), [a, b, c])
+
+    def add_products_of_pairs(self, x: Value, y: Value, sums: Value) -> Value:
+        """x and y, of 64 bytes, are 16 pairs of bfloat16 numbers each: sums + x[0] * y[0] + x[1] * y[1] of each pair.
+
+        Of CPUs with `avx512bf16` (`machine_code.has_feature`). Numbers below the normal ones count as zeros.
+        """
+        name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", [self.bitcast(of, _PAIRS) for of in (x, y)]
+        return self.call(self.intrinsic(name, VECTOR, [VECTOR, _PAIRS, _PAIRS]), [sums, *pairs])
 
     def prefetch(self, address: Value) -> None:
         """Asks for the cache line at an address, which may be anywhere: no fault comes of it."""

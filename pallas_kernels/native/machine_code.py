@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,12 @@ from pallas_kernels.native.handler import handler
 
 KINDS = {"float32": FLOAT, "bfloat16": HALF}
 Emit = Callable[[ir.Module, str, ir.Type], None]  # (module, name, kind): puts an operation into a module, see `handler`
+
+
+@functools.cache
+def has_feature(name: str) -> bool:
+    """Whether this CPU has a feature, by LLVM's name of it: avx512bf16, amx-bf16. Other kinds of CPUs have none."""
+    return binding.get_host_cpu_features().get(name, False)
 
 
 class Operation:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from llvmlite import ir
 
 from pallas_kernels.native import numbers
-from pallas_kernels.native.emit import LANES, LONG, long
-from pallas_kernels.native.machine_code import Operation
+from pallas_kernels.native.emit import FLOAT, HALF, LANES, LONG, POINTER, VECTOR, VOID, Builder, long
+from pallas_kernels.native.machine_code import Operation, has_feature
 from pallas_kernels.native.operands import data, dim, items, result
 
 
@@ -55,3 +56,29 @@ def test_a_small_call_is_one_item_and_others_are_cut():
         x = jnp.linspace(-1, 1, 16 * num)
         got = EXP(x.dtype, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
         np.testing.assert_allclose(got, jnp.exp(x), rtol=3e-7)
+
+
+def _pairs(module: ir.Module, name: str, kind: ir.Type) -> None:
+    """x and y [32] bfloat16, sums [16] -> the sums of the products of pairs, [16]."""
+    function = ir.Function(module, ir.FunctionType(LONG, [POINTER, LONG]), f"{name}.count")
+    Builder(function).ret(long(1))
+    function = ir.Function(module, ir.FunctionType(VOID, [POINTER, LONG, LONG]), f"{name}.item")
+    b, frame = Builder(function), function.args[0]
+    x, y = (b.load(data(b, frame, i), align=2, typ=ir.VectorType(HALF, 2 * LANES)) for i in (0, 1))
+    sums = b.load(data(b, frame, 2), align=4, typ=VECTOR)
+    numbers.store(b, b.add_products_of_pairs(x, y, sums), result(b, frame, 0), FLOAT)
+    b.ret_void()
+
+
+@pytest.mark.skipif(not has_feature("avx512bf16"), reason="a CPU without it")
+def test_products_of_pairs():
+    pairs = Operation("test.pairs", _pairs)
+    x, y = (jax.random.normal(jax.random.key(i), (32,)).astype(jnp.bfloat16) for i in (0, 1))
+    sums = jnp.arange(16.0)
+    got = pairs(jnp.dtype("float32"), jax.ShapeDtypeStruct((16,), jnp.float32), x, y, sums)
+    products = np.asarray(x, np.float64) * np.asarray(y, np.float64)
+    np.testing.assert_allclose(got, sums + products.reshape(16, 2).sum(1), rtol=1e-6)
+
+
+def test_a_feature_that_no_cpu_has():
+    assert not has_feature("none-such")
