@@ -57,6 +57,11 @@ class Pages(NamedTuple):
         """Entries of a row that fit here."""
         return self.table.shape[1] * self.entries_per_page
 
+    @property
+    def first_entry(self) -> int | jax.Array:
+        """Which entry of the pool is the layer's first."""
+        return self.layer * self.num_pages * self.entries_per_page
+
     def num_here(self, num_entries: jax.Array) -> jax.Array:
         """How many of a row's first `num_entries` entries are here."""
         if self.count == 1:

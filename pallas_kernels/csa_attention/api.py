@@ -28,7 +28,7 @@ def csa_attention(
     ratio: int,
     scale: float,
     target: Target = CPU,
-) -> jax.Array:  # [NB, B, sinks, H] float32
+) -> jax.Array:  # [NB, B, sinks, H] float32, or what is rounded from it to q's type
     """A query attends to its window and to its chosen entries. Raises ValueError for shapes that do not fit.
 
     On a GPU with kernels it is one for what `gpu_attention.supports`, on a CPU for what `native_attention.supports`,
@@ -52,9 +52,9 @@ def csa_attention(
         ]
         run = gpu_attention.attend(q, keys, sink, **kernel)
     elif native_attention.supports(q, list(pages), target):
-        near = native_attention.window_entries(blocks, window_pages, window)
+        near = native_attention.window_entries(blocks, window_pages, window, q.shape[1])
         far = native_attention.chosen_entries(blocks, entry_pages, chosen)
-        run = native_attention.attend(q, near, far, sink, scale)
+        run = native_attention.attend(q, blocks, near, far, sink, scale)
     else:
         run = reference.csa_attention(q, blocks, *pages, chosen, **sizes, scale=scale)
     return finish(run, q, sink, entry_pages)

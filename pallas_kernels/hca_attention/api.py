@@ -24,7 +24,7 @@ def hca_attention(
     ratio: int,
     scale: float,
     target: Target = CPU,
-) -> jax.Array:  # [NB, B, sinks, H] float32
+) -> jax.Array:  # [NB, B, sinks, H] float32, or what is rounded from it to q's type
     """A query at position p attends to its window and to entries w < (p + 1) // ratio. Raises ValueError on shapes.
 
     On a GPU with kernels it is one for what `gpu_attention.supports`, on a CPU for what `native_attention.supports`,
@@ -43,9 +43,9 @@ def hca_attention(
         ]
         run = gpu_attention.attend(q, keys, sink, **kernel)
     elif native_attention.supports(q, list(pages), target):
-        near = native_attention.window_entries(blocks, window_pages, window)
-        far = native_attention.visible_entries(blocks, entry_pages, ratio)
-        run = native_attention.attend(q, near, far, sink, scale)
+        near = native_attention.window_entries(blocks, window_pages, window, q.shape[1])
+        far = native_attention.visible_entries(blocks, entry_pages, ratio, q.shape[1])
+        run = native_attention.attend(q, blocks, near, far, sink, scale)
     else:
         run = reference.hca_attention(q, blocks, *pages, **sizes, scale=scale)
     return finish(run, q, sink, entry_pages)

@@ -1,7 +1,4 @@
-"""A pool's entries in native code: sixteen at a time, by their places, and their products with queries.
-
-An entry that there is not is taken from a row of zeros, so that what was never written is never read.
-"""
+"""What operations on a pool's entries have in common: loops, room to work in, and which of sixteen entries are used."""
 
 from __future__ import annotations
 
@@ -10,38 +7,10 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from pallas_kernels.native import numbers
-from pallas_kernels.native.emit import FLOAT, INT, LANES, LONG, POINTER, VECTOR, Builder, Value, long
+from pallas_kernels.native.emit import BYTE, FLOAT, LANES, POINTER, Builder, Value, long
 
-HEADS = 4  # that are multiplied at once, with as many entries
-PLACES = ir.VectorType(INT, LANES)
-
-
-def addresses(b: Builder, pool: Value, place: Value, width: Value, zeros: Value, kind: ir.Type) -> list[Value]:
-    """Where the entries at sixteen places are; a negative place is `zeros`."""
-    found = []
-    for i in range(LANES):
-        one = b.extract_element(place, ir.Constant(INT, i))
-        there = b.element(pool, b.mul(b.sext(one, LONG), width), kind)
-        found.append(b.select(b.icmp_signed(">=", one, ir.Constant(INT, 0)), there, zeros))
-    return found
-
-
-def products(b: Builder, kind: ir.Type, q: Value, keys: list[Value], following: list[Value], width: Value) -> Value:
-    """Of four heads with four entries, the entries of a head together. Asks for the entries that follow meanwhile."""
-
-    def step(d: Value, *sums: Value) -> list[Value]:
-        rows = [b.vector(b.element(key, d, kind), kind) for key in keys]
-        for key in following:
-            b.prefetch(b.element(key, d, kind))
-        new = []
-        for h in range(HEADS):
-            x = b.load(b.element(q, b.add(b.mul(width, long(h)), d), FLOAT), align=4, typ=VECTOR)
-            new += [b.fused_multiply_add(x, row, sums[4 * h + k]) for k, row in enumerate(rows)]
-        return new
-
-    zero = [numbers.constant(0.0)] * LANES
-    _, sums = b.loop(long(0), lambda d: b.icmp_signed("<", d, width), LANES, step, zero)
-    return numbers.totals(b, sums)
+BYTES = ir.VectorType(BYTE, LANES)
+_ALL = ir.IntType(8 * LANES)
 
 
 def room(b: Builder, kind: ir.Type, count: Value) -> Value:
@@ -51,10 +20,32 @@ def room(b: Builder, kind: ir.Type, count: Value) -> Value:
     return room
 
 
-def each_vector(b: Builder, width: Value, body: Callable[[Value], object]) -> None:
-    """body(d) for every 16th column."""
+def each(b: Builder, count: Value, body: Callable[[Value], object], step: int = 1) -> None:
+    """body(i) for every `step`-th i below `count`."""
 
-    def step(d: Value) -> None:
-        body(d)
+    def one(i: Value) -> None:
+        body(i)
 
-    b.loop(long(0), lambda d: b.icmp_signed("<", d, width), LANES, step)
+    b.loop(long(0), lambda i: b.icmp_signed("<", i, count), step, one)
+
+
+def fill(b: Builder, array: Value, i: Value, value: float) -> None:
+    """16 times, from the i-th float on."""
+    b.store(numbers.constant(value), b.element(array, i, FLOAT), align=4)
+
+
+def used_by_any(b: Builder, masks: Value, count: Value, k: Value, queries: Value) -> Value:
+    """masks [queries, count] bytes -> 16 bytes, from the k-th entry on: not 0 where a query uses it."""
+
+    def join(query: Value, joined: Value) -> list[Value]:
+        at = b.element(masks, b.add(b.mul(query, count), k), BYTE)
+        return [b.or_(joined, b.load(at, align=1, typ=BYTES))]
+
+    nobody = ir.Constant(BYTES, [0] * LANES)
+    _, (joined,) = b.loop(long(0), lambda query: b.icmp_signed("<", query, queries), 1, join, [nobody])
+    return joined
+
+
+def not_all_zero(b: Builder, sixteen: Value) -> Value:
+    """Of bytes."""
+    return b.icmp_signed("!=", b.bitcast(sixteen, _ALL), ir.Constant(_ALL, 0))

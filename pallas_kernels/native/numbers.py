@@ -62,6 +62,20 @@ def totals(b: Builder, vectors: Sequence[Value]) -> Value:
     return vectors[0]
 
 
+def transposed(b: Builder, vectors: Sequence[Value]) -> list[Value]:
+    """Of 16 vectors, the i-th numbers as the i-th vector."""
+    found = list(vectors)
+    for half in (8, 4, 2, 1):
+        # Blocks of `half` x `half` numbers change places across the diagonal.
+        first = [i if not i & half else i ^ half | LANES for i in range(LANES)]
+        second = [i | half if not i & half else i | LANES for i in range(LANES)]
+        for i in range(LANES):
+            if not i & half:
+                x, y = found[i], found[i | half]
+                found[i], found[i | half] = pick(b, x, first, y), pick(b, x, second, y)
+    return found
+
+
 def exp(b: Builder, x: Value) -> Value:
     """To the last bit or two; what is below -87 is taken as -87, what is above 88 as 88."""
     x = largest(b, constant(_LEAST), x)

@@ -24,23 +24,29 @@ def result(b: Builder, frame: Value, i: int) -> Value:
     return b.field(b.field(b.field(frame, FRAME_RETS), 8 * i), BUFFER_DATA)
 
 
+OfCall = Callable[[Builder, Value], Value]  # (builder, frame): what follows from a call's operands
+
+
 def items(
-    module: ir.Module, name: str, num_units: Callable[[Builder, Value], Value], *, size: int, most: int
+    module: ir.Module, name: str, num_units: OfCall, *, size: int | OfCall, most: int | OfCall
 ) -> tuple[Builder, Value, Value, Value]:
     """Makes `size` of a call's units of work an item, or all if they are at most `most`: these take less time than it
     takes to wake another thread. -> of NAME.item the builder, the frame, and the item's first unit and past its last.
     """
 
-    def size_of(b: Builder, units: Value) -> Value:
-        return b.select(b.icmp_signed("<=", units, long(most)), long(most), long(size))
+    def size_of(b: Builder, frame: Value, units: Value) -> Value:
+        few, many = (long(x) if isinstance(x, int) else x(b, frame) for x in (most, size))
+        return b.select(b.icmp_signed("<=", units, few), few, many)
 
     function = ir.Function(module, ir.FunctionType(LONG, [POINTER, LONG]), f"{name}.count")
     b = Builder(function)
     units = num_units(b, function.args[0])
-    b.ret(b.sdiv(b.add(units, b.sub(size_of(b, units), long(1))), size_of(b, units)))
+    of_item = size_of(b, function.args[0], units)
+    b.ret(b.sdiv(b.add(units, b.sub(of_item, long(1))), of_item))
     function = ir.Function(module, ir.FunctionType(VOID, [POINTER, LONG, LONG]), f"{name}.item")
     b = Builder(function)
     frame, item, _ = function.args
     units = num_units(b, frame)
-    first = b.mul(item, size_of(b, units))
-    return b, frame, first, b.smaller(b.add(first, size_of(b, units)), units)
+    of_item = size_of(b, frame, units)
+    first = b.mul(item, of_item)
+    return b, frame, first, b.smaller(b.add(first, of_item), units)

@@ -1,4 +1,4 @@
-"""Which entries of a pool a decode row attends to, and the operation that does it."""
+"""Which entries of a pool a block of queries attends to, and the operation that does it."""
 
 from __future__ import annotations
 
@@ -7,70 +7,93 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.entry_format import PLAIN
 from pallas_kernels.native.emit import LANES
-from pallas_kernels.native.entries import HEADS
+from pallas_kernels.native.machine_code import has_feature
 from pallas_kernels.native_attention.kernel import ATTEND
 from pallas_kernels.target import Target
+
+_ROWS = 128  # queries times heads that are multiplied with an entry at once
 
 
 class Entries(NamedTuple):
     """Of one layer of a pool."""
 
     pages: Pages
-    place: jax.Array  # [NB, K] int32, which entries of the layer's pages in a row each query attends to; -1 for none
+    place: jax.Array  # [NB, K] int32, which entries of the layer's pages; anything where no query uses one
+    used: jax.Array  # [NB, B, K] bool
 
 
 def supports(q: jax.Array, pages: Sequence[Pages], target: Target) -> bool:
-    """Whether the kernel takes queries [NB, B, N, H] over these pages: decode rows over entries of floats."""
-    _, block, heads, width = q.shape
+    """Whether the kernel takes queries [NB, B, N, H] over these pages: entries of floats.
+
+    A CPU with matrix units (AMX) multiplies blocks of bfloat16 queries faster by XLA's library.
+    """
     return (
         target.has_native_kernels
-        and block == 1
-        and heads % HEADS == 0
-        and width % LANES == 0
         and all(p.count == 1 and p.pool.format.name == q.dtype.name and p.pool.format.name in PLAIN for p in pages)
-        and (q.dtype == jnp.float32 or all(p.pool.format.as_bits for p in pages))
+        and (_takes_floats(q) if q.dtype == jnp.float32 else _takes_bits(q, pages))
     )
 
 
-def window_entries(blocks: QueryBlocks, pages: Pages, window: int) -> Entries:
-    """The last `window` positions of each row, itself included."""
-    key = blocks.position[:, None] + (1 - window) + jnp.arange(window)
-    used = (key >= 0) & (blocks.length > 0)[:, None]
-    return _entries(blocks, pages, jnp.maximum(key, 0), used)
+def _takes_floats(q: jax.Array) -> bool:
+    return q.shape[3] % LANES == 0
 
 
-def visible_entries(blocks: QueryBlocks, pages: Pages, ratio: int) -> Entries:
-    """The compressed entries that are complete at each row's position."""
-    entry = jnp.arange(pages.max_entries)[None]
-    used = (entry < jax.lax.div(blocks.position + 1, ratio)[:, None]) & (blocks.length > 0)[:, None]
-    return _entries(blocks, pages, jnp.broadcast_to(entry, used.shape), used)
+def _takes_bits(q: jax.Array, pages: Sequence[Pages]) -> bool:
+    whole = q.shape[3] % (2 * LANES) == 0 and all(p.pool.format.as_bits for p in pages)
+    return whole and (q.shape[1] == 1 or not has_feature("amx-bf16"))
+
+
+def window_entries(blocks: QueryBlocks, pages: Pages, window: int, block: int) -> Entries:
+    """Of each query the last `window` positions, its own included."""
+    offset = jnp.arange(window + block - 1)
+    position = blocks.position[:, None] + (1 - window) + offset
+    query = jnp.arange(block)[:, None]
+    near = (offset >= query) & (offset < query + window)
+    return _entries(blocks, pages, jnp.maximum(position, 0), near & (position >= 0)[:, None])
+
+
+def visible_entries(blocks: QueryBlocks, pages: Pages, ratio: int, block: int) -> Entries:
+    """The compressed entries that are complete at each query's position."""
+    entry = jnp.arange(pages.max_entries)
+    count = jax.lax.div(blocks.position[:, None] + jnp.arange(block) + 1, ratio)
+    return _entries(blocks, pages, jnp.broadcast_to(entry, (len(count), len(entry))), entry < count[..., None])
 
 
 def chosen_entries(blocks: QueryBlocks, pages: Pages, chosen: jax.Array) -> Entries:
-    """Entries chosen [NB, k]; `max_entries` for none."""
+    """Entries chosen: a mask [NB, B, max_entries], or for blocks of one query [NB, k], `max_entries` for none."""
+    if chosen.ndim == 3:
+        entry = jnp.arange(pages.max_entries)
+        return _entries(blocks, pages, jnp.broadcast_to(entry, (len(chosen), len(entry))), chosen)
     used = chosen < pages.max_entries
-    return _entries(blocks, pages, jnp.where(used, chosen, 0), used)
+    return _entries(blocks, pages, jnp.where(used, chosen, 0), used[:, None])
 
 
 def _entries(blocks: QueryBlocks, pages: Pages, index: jax.Array, used: jax.Array) -> Entries:
+    if used.shape[-1] != index.shape[1]:
+        raise ValueError(f"a mask {used.shape} of entries does not fit {index.shape[1]} entries")
     epp, width = pages.entries_per_page, pages.table.shape[1]
     page = pages.table[blocks.row[:, None], jax.lax.rem(jax.lax.div(index, epp), width)]
-    place = jnp.where(used, page * epp + jax.lax.rem(index, epp), -1)
-    padding = -place.shape[1] % LANES
-    return Entries(pages, jnp.pad(place, ((0, 0), (0, padding)), constant_values=-1))
+    padding = (0, -index.shape[1] % LANES)
+    place = jnp.pad(page * epp + jax.lax.rem(index, epp), ((0, 0), padding))
+    return Entries(pages, place, jnp.pad(used, ((0, 0), (0, 0), padding)))
 
 
-def attend(q: jax.Array, window: Entries, others: Entries | None, sink: jax.Array, scale: float) -> jax.Array:
-    """q [NB, 1, N, H] over the entries of both (keys and values in one) and the sinks [N] -> [NB, 1, N, H] float32."""
-    parts = [window, others or Entries(window.pages, window.place[:, :0])]
+def attend(
+    q: jax.Array, blocks: QueryBlocks, window: Entries, others: Entries | None, sink: jax.Array, scale: float
+) -> jax.Array:
+    """q [NB, B, N, H] over the entries of both (keys and values in one) and the sinks [N] -> [NB, B, N, H] of q's type,
+    zeros for queries that are not in use. Raises ValueError for a mask that is not of the pages' entries."""
+    none = Entries(window.pages, window.place[:, :0], window.used[..., :0])
     arrays, firsts = [], []
-    for entries in parts:
-        pages = entries.pages
-        arrays += [pages.pool.values, entries.place]
-        firsts.append(jnp.asarray(pages.layer * pages.num_pages * pages.entries_per_page, jnp.int32))
-    shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    return ATTEND(q.dtype, shape, q, *arrays, jnp.stack(firsts), sink, jnp.full(1, scale, jnp.float32))
+    for entries in (window, others or none):
+        arrays += [entries.pages.pool.values, entries.place, entries.used]
+        firsts.append(jnp.asarray(entries.pages.first_entry, jnp.int32))
+    heads, block = q.shape[2], q.shape[1]
+    group = max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * block <= _ROWS))
+    numbers = jnp.stack(firsts), sink, jnp.full(1, scale, jnp.float32), np.array([group], np.int32)
+    return ATTEND(q.dtype, jax.ShapeDtypeStruct(q.shape, q.dtype), q, blocks.length, *arrays, *numbers)

@@ -1,157 +1,274 @@
-"""The code: an online softmax over entries of two pools, sixteen entries at a time, for four heads at once."""
+"""The code: an online softmax over entries of two pools, up to 64 of those that a block uses at a time."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from llvmlite import ir
 
-from pallas_kernels.native import entries, numbers
-from pallas_kernels.native.emit import FLOAT, INT, LANES, LONG, POINTER, VECTOR, VOID, Builder, Value, long
-from pallas_kernels.native.entries import HEADS, PLACES
+from pallas_kernels.native import numbers
+from pallas_kernels.native.emit import BYTE, FLOAT, INT, LANES, LONG, POINTER, VECTOR, VOID, Builder, Value, long
+from pallas_kernels.native.entries import each, fill, not_all_zero, room, used_by_any
 from pallas_kernels.native.machine_code import Operation
 from pallas_kernels.native.operands import data, dim, items, result
+from pallas_kernels.native.tiles import STRIP, TILE, Product, Words, pack
 
 _FLOOR = -1e30  # the maximum before any entry
+_ROOM = TILE + LANES  # entries that are noted before a tile of them is taken
+_LINE = 64  # bytes of a cache line
+_SMALL = 1 << 12  # numbers of a unit's queries, below which several units are an item
+_USED = ir.VectorType(INT, LANES)
+Q, LENGTH, POOLS, PLACES, MASKS, FIRSTS, SINK, SCALE, GROUP = 0, 1, (2, 5), (3, 6), (4, 7), 8, 9, 10, 11
+
+
+class _Scratch(NamedTuple):
+    """What an item's units work in. M rows are the queries in use times the heads of a group."""
+
+    seen: Value  # [16] bytes, which of sixteen entries any query uses
+    count: Value  # [1] entries that are noted
+    entries: Value  # [_ROOM] their addresses
+    used: Value  # [B, _ROOM] int32, whether a query uses them
+    queries: Value  # [M, width] words
+    columns: Value  # the tile, see native/tiles
+    rows: Value
+    weights: Value  # [M, TILE]
+    total: Value  # [M, width]
+    top: Value  # [M]
+    decay: Value  # [M]
+    denominator: Value  # [M, 16]
+
+    @classmethod
+    def of(cls, b: Builder, block: Value, rows: Value, width: Value) -> _Scratch:
+        whole = b.mul(rows, width)
+        tile = b.mul(b.add(width, long(STRIP)), long(TILE))  # whole strips
+        floats = [whole, tile, tile, b.mul(rows, long(TILE)), whole, rows, rows, b.mul(rows, long(LANES))]
+        return cls(
+            room(b, BYTE, long(LANES)),
+            room(b, LONG, long(1)),
+            room(b, POINTER, long(_ROOM)),
+            room(b, INT, b.mul(block, long(_ROOM))),
+            *(room(b, FLOAT, size) for size in floats),
+        )
 
 
 def _attend(module: ir.Module, name: str, kind: ir.Type) -> None:
-    """q [NB, 1, N, H], of two pools the entries [..., H] and places [NB, K] with K a multiple of 16, which of all
-    entries the layer's first ones are [2], sink [N], scale [1] -> [NB, 1, N, H] float32. A unit is four heads of a row.
+    """q [NB, B, N, H], length [NB], of two pools the entries [..., H], the places [NB, K] of those that a block may use
+    and which query uses them [NB, B, K] with K a multiple of 16, which of all entries the layer's first ones are [2],
+    sink [N], scale [1], heads of a unit [1] -> [NB, B, N, H]. A unit is a group of heads of a block.
     """
 
-    def num_units(b: Builder, frame: Value) -> Value:
-        return b.mul(dim(b, frame, 0, 0), b.udiv(dim(b, frame, 0, 2), long(HEADS)))
+    def group_of(b: Builder, frame: Value) -> Value:
+        return b.sext(b.load(data(b, frame, GROUP), typ=INT), LONG)
 
-    over = _over(module, f"{name}.over", kind)
-    b, frame, first, stop = items(module, name, num_units, size=4, most=4)
-    heads, width = dim(b, frame, 0, 2), dim(b, frame, 0, 3)
-    q, firsts, sink, scale = (data(b, frame, i) for i in (0, 5, 6, 7))
-    out = result(b, frame, 0)
-    scaled, total, zeros = (entries.room(b, FLOAT, b.mul(width, long(n))) for n in (HEADS, HEADS, 1))
-    top, denominator = (entries.room(b, VECTOR, long(HEADS)) for _ in range(2))
-    entries.each_vector(b, width, lambda d: b.store(numbers.constant(0.0), b.element(zeros, d, FLOAT), align=4))
-    factor = b.splat(scale)
+    def num_units(b: Builder, frame: Value) -> Value:
+        return b.mul(dim(b, frame, Q, 0), b.udiv(dim(b, frame, Q, 2), group_of(b, frame)))
+
+    def size(b: Builder, frame: Value) -> Value:
+        unit = b.mul(b.mul(dim(b, frame, Q, 1), group_of(b, frame)), dim(b, frame, Q, 3))
+        return b.add(b.udiv(long(_SMALL), unit), long(1))
+
+    words = Words(kind)
+    take = _take(module, f"{name}.take", words)
+    b, frame, first, stop = items(module, name, num_units, size=size, most=lambda b, f: b.smaller(size(b, f), long(2)))
+    block, heads, width = (dim(b, frame, Q, i) for i in (1, 2, 3))
+    group = group_of(b, frame)
+    q, lengths, firsts, sink = (data(b, frame, i) for i in (Q, LENGTH, FIRSTS, SINK))
+    out, scale = result(b, frame, 0), data(b, frame, SCALE)
+    groups = b.udiv(heads, group)
+    scratch = _Scratch.of(b, block, b.mul(block, group), width)
 
     def unit(i: Value) -> None:
-        row, head = b.udiv(b.mul(i, long(HEADS)), heads), b.urem(b.mul(i, long(HEADS)), heads)
-        start = b.mul(b.mul(i, long(HEADS)), width)
+        nth, head = b.udiv(i, groups), b.mul(b.urem(i, groups), group)
+        length = b.sext(b.load(b.element(lengths, nth, INT), typ=INT), LONG)
+        of_query = b.mul(group, width)  # numbers
 
-        def begin(d: Value) -> None:
-            x = b.vector(b.element(q, b.add(start, d), kind), kind)
-            b.store(b.fmul(x, factor), b.element(scaled, d, FLOAT), align=4)
-            b.store(numbers.constant(0.0), b.element(total, d, FLOAT), align=4)
+        def at(query: Value) -> Value:
+            return b.mul(b.add(b.mul(b.add(b.mul(nth, block), query), heads), head), width)
 
-        entries.each_vector(b, b.mul(width, long(HEADS)), begin)
-        for h in range(HEADS):
-            b.store(numbers.constant(_FLOOR), b.element(top, long(h), VECTOR))
-            b.store(numbers.constant(0.0), b.element(denominator, long(h), VECTOR))
-        for part in range(2):
-            count = dim(b, frame, 2 * part + 2, 1)
-            places = b.element(data(b, frame, 2 * part + 2), b.mul(row, count), INT)
-            begins = b.sext(b.load(b.element(firsts, long(part), INT), typ=INT), LONG)
-            pool = b.element(data(b, frame, 2 * part + 1), b.mul(begins, width), kind)
-            b.call(over, [scaled, pool, places, count, width, zeros, top, denominator, total])
-        for h in range(HEADS):
-            at = b.add(head, long(h))
-            here = b.splat(b.element(sink, at, FLOAT))
-            most = b.load(b.element(top, long(h), VECTOR), typ=VECTOR)
-            all_here = numbers.largest(b, most, here)
+        def begin(query: Value) -> None:
+            start, to = at(query), b.mul(query, b.udiv(of_query, long(words.size)))
+
+            def copy(d: Value) -> None:
+                x = words.load(b, b.element(q, b.add(start, b.mul(d, long(words.size))), kind))
+                b.store(x, b.element(scratch.queries, b.add(to, d), FLOAT), align=4)
+
+            each(b, b.udiv(of_query, long(words.size)), copy, LANES)
+
+        each(b, length, begin)
+        rows = b.mul(length, group)
+        each(b, b.mul(rows, width), lambda d: fill(b, scratch.total, d, 0.0), LANES)
+
+        def start_row(row: Value) -> None:
+            b.store(ir.Constant(FLOAT, _FLOOR), b.element(scratch.top, row, FLOAT), align=4)
+            fill(b, scratch.denominator, b.mul(row, long(LANES)), 0.0)
+
+        each(b, rows, start_row)
+        b.store(long(0), scratch.count)
+        of_block = [length, group, width, scale]
+        for nth_pool in range(2):
+            begins = b.sext(b.load(b.element(firsts, long(nth_pool), INT), typ=INT), LONG)
+            pool = b.element(data(b, frame, POOLS[nth_pool]), b.mul(begins, width), kind)
+            count = dim(b, frame, PLACES[nth_pool], 1)
+            places = b.element(data(b, frame, PLACES[nth_pool]), b.mul(nth, count), INT)
+            masks = b.element(data(b, frame, MASKS[nth_pool]), b.mul(b.mul(nth, block), count), BYTE)
+            _note(b, scratch, _Part(pool, kind, places, masks, count), take, of_block)
+        with b.if_then(b.icmp_signed(">", b.load(scratch.count, typ=LONG), long(0))):
+            b.call(take, [*scratch, *of_block])
+
+        def finish(row: Value) -> None:
+            of_head = b.splat(b.element(sink, b.add(head, b.urem(row, group)), FLOAT))
+            most = b.splat(b.element(scratch.top, row, FLOAT))
+            all_here = numbers.largest(b, most, of_head)
             decay = numbers.exp(b, b.fsub(most, all_here))
-            sums = numbers.across(b, b.load(b.element(denominator, long(h), VECTOR), typ=VECTOR), (8, 4, 2, 1), b.fadd)
-            weight = b.fdiv(decay, b.fadd(b.fmul(sums, decay), numbers.exp(b, b.fsub(here, all_here))))
+            sums = b.load(b.element(scratch.denominator, b.mul(row, long(LANES)), FLOAT), align=4, typ=VECTOR)
+            sums = b.fmul(numbers.across(b, sums, (8, 4, 2, 1), b.fadd), decay)
+            weight = b.fdiv(decay, b.fadd(sums, numbers.exp(b, b.fsub(of_head, all_here))))
+            start = b.add(at(b.udiv(row, group)), b.mul(b.urem(row, group), width))
 
-            def end(d: Value, h: int = h, weight: Value = weight) -> None:
-                d = b.add(b.mul(width, long(h)), d)
-                x = b.load(b.element(total, d, FLOAT), align=4, typ=VECTOR)
-                b.store(b.fmul(x, weight), b.element(out, b.add(start, d), FLOAT), align=4)
+            def end(d: Value) -> None:
+                x = b.load(b.element(scratch.total, b.add(b.mul(row, width), d), FLOAT), align=4, typ=VECTOR)
+                numbers.store(b, b.fmul(x, weight), b.element(out, b.add(start, d), kind), kind)
 
-            entries.each_vector(b, width, end)
+            each(b, width, end, LANES)
+
+        each(b, rows, finish)
+
+        def silence(query: Value) -> None:
+            def none(d: Value) -> None:
+                numbers.store(b, numbers.constant(0.0), b.element(out, b.add(at(query), d), kind), kind)
+
+            each(b, of_query, none, LANES)
+
+        b.loop(length, lambda query: b.icmp_signed("<", query, block), 1, silence)
 
     b.loop(first, lambda i: b.icmp_signed("<", i, stop), 1, unit)
     b.ret_void()
 
 
-def _over(module: ir.Module, name: str, kind: ir.Type) -> ir.Function:
-    """void over(q, pool, places, K, H, zeros, top, denominator, total): adds a pool's entries to the running sums."""
-    kinds = [POINTER, POINTER, POINTER, LONG, LONG, POINTER, POINTER, POINTER, POINTER]
+@dataclass(frozen=True)
+class _Part:
+    """A block's entries of one pool."""
+
+    pool: Value  # the layer's first entry
+    kind: ir.Type
+    places: Value  # [K] int32
+    masks: Value  # [B, K] bytes
+    count: Value  # K
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number."""
+        return 4 if self.kind is FLOAT else 2
+
+
+def _note(b: Builder, scratch: _Scratch, part: _Part, take: ir.Function, block: list[Value]) -> None:
+    """Notes the entries that a query in use uses, and takes them as soon as there are enough for a tile. `block` is
+    what `take` takes after the scratch."""
+    length, _, width, _ = block
+
+    def sixteen(k: Value) -> None:
+        joined = used_by_any(b, part.masks, part.count, k, length)
+        with b.if_then(not_all_zero(b, joined)):
+            b.store(joined, scratch.seen, align=1)
+
+            def one(i: Value) -> None:
+                byte = b.load(b.element(scratch.seen, i, BYTE), align=1, typ=BYTE)
+                with b.if_then(b.icmp_signed("!=", byte, ir.Constant(BYTE, 0))):
+                    noted = b.load(scratch.count, typ=LONG)
+                    entry = b.add(k, i)
+                    place = b.sext(b.load(b.element(part.places, entry, INT), align=4, typ=INT), LONG)
+                    address = b.element(part.pool, b.mul(place, width), part.kind)
+                    b.store(address, b.element(scratch.entries, noted, POINTER))
+                    each(b, width, lambda d: b.prefetch(b.element(address, d, part.kind)), _LINE // part.size)
+
+                    def of_query(query: Value) -> None:
+                        at = b.element(part.masks, b.add(b.mul(query, part.count), entry), BYTE)
+                        used = b.zext(b.load(at, align=1, typ=BYTE), INT)
+                        b.store(used, b.element(scratch.used, b.add(b.mul(query, long(_ROOM)), noted), INT), align=4)
+
+                    each(b, length, of_query)
+                    b.store(b.add(noted, long(1)), scratch.count)
+
+            each(b, long(LANES), one)
+            noted = b.load(scratch.count, typ=LONG)
+            with b.if_then(b.icmp_signed(">=", noted, long(TILE))):
+                b.store(long(TILE), scratch.count)
+                b.call(take, [*scratch, *block])
+
+                def move(array: Value, kind: ir.Type, start: Value) -> None:
+                    for i in range(LANES):
+                        x = b.load(b.element(array, b.add(start, long(TILE + i)), kind), align=4, typ=kind)
+                        b.store(x, b.element(array, b.add(start, long(i)), kind), align=4)
+
+                move(scratch.entries, POINTER, long(0))
+                each(b, length, lambda query: move(scratch.used, INT, b.mul(query, long(_ROOM))))
+                b.store(b.sub(noted, long(TILE)), scratch.count)
+
+    b.loop(long(0), lambda k: b.icmp_signed("<", k, part.count), LANES, sixteen)
+
+
+def _take(module: ir.Module, name: str, words: Words) -> ir.Function:
+    """void take(*scratch, queries in use, heads, width, scale): adds the noted entries, at most TILE, to the sums."""
+    product = Product(module, f"{name}.product", words)
+    kinds = [POINTER] * len(_Scratch._fields) + [LONG, LONG, LONG, POINTER]
     function = ir.Function(module, ir.FunctionType(VOID, kinds), name)
     function.linkage = "internal"
     function.attributes.add("noinline")
     b = Builder(function)
-    q, pool, places, count, width, zeros, top, denominator, total = function.args
-    none = ir.Constant(PLACES, [0] * LANES)
-    weights = entries.room(b, VECTOR, long(HEADS))
+    *scratch, length, group, width, scale = function.args
+    s = _Scratch(*scratch)
+    count = b.load(s.count, typ=LONG)
+    rounded = b.and_(b.add(count, long(LANES - 1)), long(-LANES))
 
-    def sixteen(i: Value) -> None:
-        place = b.load(b.element(places, i, INT), align=4, typ=PLACES)
-        used = b.icmp_signed(">=", place, none)
-        with b.if_then(b.icmp_signed("!=", b.bitcast(used, ir.IntType(LANES)), ir.Constant(ir.IntType(LANES), 0))):
-            keys = entries.addresses(b, pool, place, width, zeros, kind)
-            after = b.smaller(b.add(i, long(LANES)), b.sub(count, long(LANES)))
-            after = b.load(b.element(places, after, INT), align=4, typ=PLACES)
-            following = entries.addresses(b, pool, after, width, zeros, kind)
-            fours = [slice(j, j + 4) for j in range(0, LANES, 4)]
-            products = [entries.products(b, kind, q, keys[four], following[four], width) for four in fours]
-            decays = []
-            for h in range(HEADS):
-                lanes = [*range(4 * h, 4 * h + 4), *range(LANES + 4 * h, LANES + 4 * h + 4)]
-                halves = [numbers.pick(b, products[j], lanes, products[j + 1]) for j in (0, 2)]
-                logits = numbers.pick(b, halves[0], range(LANES), halves[1])
-                logits = b.select(used, logits, numbers.constant(_FLOOR))
-                before = b.load(b.element(top, long(h), VECTOR), typ=VECTOR)
-                largest = numbers.across(b, logits, (8, 4, 2, 1), lambda x, y: numbers.largest(b, x, y))
-                most = numbers.largest(b, before, largest)
-                decay = numbers.exp(b, b.fsub(before, most))
-                weight = b.select(used, numbers.exp(b, b.fsub(logits, most)), numbers.constant(0.0))
-                sums = b.load(b.element(denominator, long(h), VECTOR), typ=VECTOR)
-                b.store(b.fused_multiply_add(sums, decay, weight), b.element(denominator, long(h), VECTOR))
-                b.store(most, b.element(top, long(h), VECTOR))
-                b.store(weight, b.element(weights, long(h), VECTOR))
-                decays.append(decay)
-            whole, _ = b.loop(
-                long(0),
-                lambda d: b.icmp_signed("<=", b.add(d, long(4 * LANES)), width),
-                4 * LANES,
-                lambda d: _add_values(b, kind, keys, weights, decays, total, width, d, 4),
-            )
-            b.loop(
-                whole,
-                lambda d: b.icmp_signed("<", d, width),
-                LANES,
-                lambda d: _add_values(b, kind, keys, weights, decays, total, width, d, 1),
-            )
+    def pad(i: Value) -> None:
+        """What is past the last entry is an entry that nobody uses."""
+        b.store(b.load(s.entries, typ=POINTER), b.element(s.entries, i, POINTER))
 
-    b.loop(long(0), lambda i: b.icmp_signed("<", i, count), LANES, sixteen)
+        def of_query(query: Value) -> None:
+            at = b.element(s.used, b.add(b.mul(query, long(_ROOM)), i), INT)
+            b.store(ir.Constant(INT, 0), at, align=4)
+
+        each(b, length, of_query)
+
+    b.loop(count, lambda i: b.icmp_signed("<", i, long(TILE)), 1, pad)
+    pack(b, words, s.entries, rounded, width, s.columns, s.rows)
+    depth, rows = b.udiv(width, long(words.size)), b.mul(length, group)
+    tile = long(TILE)
+    product(b, (s.queries, depth), (s.columns, 0), (s.weights, tile), rows, rounded, depth)
+    factor = b.splat(scale)
+
+    def softmax(row: Value) -> None:
+        start, query = b.mul(row, tile), b.udiv(row, group)
+        used, logits = [], []
+        for i in range(0, TILE, LANES):
+            at = b.element(s.used, b.add(b.mul(query, long(_ROOM)), long(i)), INT)
+            mask = b.icmp_signed("!=", b.load(at, align=4, typ=_USED), ir.Constant(_USED, [0] * LANES))
+            x = b.load(b.element(s.weights, b.add(start, long(i)), FLOAT), align=4, typ=VECTOR)
+            used.append(mask)
+            logits.append(b.select(mask, b.fmul(x, factor), numbers.constant(_FLOOR)))
+        before = b.splat(b.element(s.top, row, FLOAT))
+        most = before
+        for x in logits:
+            most = numbers.largest(b, most, x)
+        most = numbers.across(b, most, (8, 4, 2, 1), lambda x, y: numbers.largest(b, x, y))
+        decay = numbers.exp(b, b.fsub(before, most))
+        at = b.element(s.denominator, b.mul(row, long(LANES)), FLOAT)
+        sums = b.fmul(b.load(at, align=4, typ=VECTOR), decay)
+        for i, (mask, x) in enumerate(zip(used, logits, strict=True)):
+            weight = b.select(mask, numbers.exp(b, b.fsub(x, most)), numbers.constant(0.0))
+            sums = b.fadd(sums, weight)
+            to = b.add(start, long(i * LANES // words.size))
+            words.store(b, weight, b.element(s.weights, to, FLOAT))
+        b.store(sums, at, align=4)
+        b.store(numbers.lane(b, most, 0), b.element(s.top, row, FLOAT), align=4)
+        b.store(numbers.lane(b, decay, 0), b.element(s.decay, row, FLOAT), align=4)
+
+    each(b, rows, softmax)
+    used = b.udiv(b.add(count, long(words.size - 1)), long(words.size))
+    product(b, (s.weights, tile), (s.rows, TILE // words.size), (s.total, width), rows, width, used, s.decay)
     b.ret_void()
     return function
-
-
-def _add_values(
-    b: Builder,
-    kind: ir.Type,
-    keys: list[Value],
-    weights: Value,
-    decays: list[Value],
-    total: Value,
-    width: Value,
-    d: Value,
-    vectors: int,
-) -> None:
-    """total = total * decay + weights times entries, of `vectors` times sixteen columns from d on."""
-    places = [
-        [b.element(total, b.add(b.add(b.mul(width, long(h)), d), long(v * LANES)), FLOAT) for v in range(vectors)]
-        for h in range(HEADS)
-    ]
-    sums: list[list[Value]] = [
-        [b.fmul(b.load(at, align=4, typ=VECTOR), decays[h]) for at in places[h]] for h in range(HEADS)
-    ]
-    for i, key in enumerate(keys):
-        rows = [b.vector(b.element(key, b.add(d, long(v * LANES)), kind), kind) for v in range(vectors)]
-        for h in range(HEADS):
-            weight = b.splat(b.element(b.element(weights, long(h), VECTOR), long(i), FLOAT))
-            sums[h] = [b.fused_multiply_add(weight, row, x) for row, x in zip(rows, sums[h], strict=True)]
-    for h in range(HEADS):
-        for at, x in zip(places[h], sums[h], strict=True):
-            b.store(x, at, align=4)
 
 
 ATTEND = Operation("attend", _attend)

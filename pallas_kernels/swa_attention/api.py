@@ -22,7 +22,7 @@ def swa_attention(
     window: int,
     scale: float,
     target: Target = CPU,
-) -> jax.Array:  # [NB, B, sinks, H] float32
+) -> jax.Array:  # [NB, B, sinks, H] float32, or what is rounded from it to q's type
     """Each query attends to the last `window` positions of its row, itself included. Raises ValueError on shapes.
 
     On a GPU with kernels it is one for what `gpu_attention.supports`, on a CPU for what `native_attention.supports`,
@@ -36,8 +36,8 @@ def swa_attention(
         keys = [gpu_attention.window_keys(blocks, window_pages, window, q.shape[1])]
         run = gpu_attention.attend(q, keys, sink, **kernel)
     elif native_attention.supports(q, [window_pages], target):
-        entries = native_attention.window_entries(blocks, window_pages, window)
-        run = native_attention.attend(q, entries, None, sink, scale)
+        entries = native_attention.window_entries(blocks, window_pages, window, q.shape[1])
+        run = native_attention.attend(q, blocks, entries, None, sink, scale)
     else:
         run = reference.swa_attention(q, blocks, window_pages, window=window, scale=scale)
     return finish(run, q, sink, window_pages)

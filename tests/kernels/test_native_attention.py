@@ -1,6 +1,8 @@
-"""Native attention beyond what the attention tests ask of every target: bfloat16, several items, and its limits."""
+"""Native attention beyond what the attention tests ask of every target: blocks, bfloat16, several items, its limits."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +10,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.blocks import Pages, QueryBlocks
+from pallas_kernels.csa_attention import csa_attention
 from pallas_kernels.entry_format import EntryFormat
 from pallas_kernels.hca_attention import hca_attention
 from pallas_kernels.indexer_topk import native as index
 from pallas_kernels.indexer_topk.reference import index_scores
-from pallas_kernels.native_attention import supports
+from pallas_kernels.native import machine_code, tiles
+from pallas_kernels.native.machine_code import Operation
+from pallas_kernels.native_attention import api, kernel, supports
 from pallas_kernels.pool import Pool
 from pallas_kernels.swa_attention import swa_attention
 from pallas_kernels.target import CPU, HOST, Target
@@ -20,8 +25,8 @@ from pallas_kernels.target import CPU, HOST, Target
 NATIVE = Target("cpu", HOST)
 
 
-def rows(num_rows: int, heads: int, width: int, dtype: jnp.dtype, epp: int = 8, pages: int = 6):
-    """Queries, blocks and pages with all entries written."""
+def rows(num_rows: int, heads: int, width: int, dtype: jnp.dtype, epp: int = 8, pages: int = 6, block: int = 1):
+    """Queries, blocks of up to `block` queries, one of a row, and pages with all entries written."""
     rng = np.random.default_rng(num_rows)
     num = num_rows * pages
     pool = jnp.asarray(rng.normal(size=(num, epp, width)), dtype)
@@ -29,33 +34,81 @@ def rows(num_rows: int, heads: int, width: int, dtype: jnp.dtype, epp: int = 8, 
         pool = jax.lax.bitcast_convert_type(pool, jnp.uint16)
     form = EntryFormat(jnp.dtype(dtype).name, width, as_bits=dtype == jnp.bfloat16)
     table = jnp.asarray(rng.permutation(num).reshape(num_rows, pages), jnp.int32)
-    position = jnp.asarray(rng.integers(0, epp * pages, num_rows), jnp.int32)
-    blocks = QueryBlocks(jnp.arange(num_rows), position, jnp.ones(num_rows, jnp.int32))
-    q = jnp.asarray(rng.normal(size=(num_rows, 1, heads, width)), dtype)
+    position = jnp.asarray(rng.integers(0, epp * pages - block + 1, num_rows), jnp.int32)
+    length = jnp.asarray(
+        [block, 1, 0, *rng.integers(1, block + 1, num_rows)][:num_rows] if block > 1 else [1] * num_rows
+    )
+    blocks = QueryBlocks(jnp.arange(num_rows), position, length)
+    q = jnp.asarray(rng.normal(size=(num_rows, block, heads, width)), dtype)
     return q, blocks, Pages(Pool(pool, None, form), table, 0, num)
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["f32", "bf16"])
-@pytest.mark.parametrize(("heads", "width"), [(4, 48), (8, 128)])
-def test_many_rows_equal_the_reference(heads, width, dtype, atol):
-    q, blocks, pages = rows(9, heads, width, dtype)
+TYPES = pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["f32", "bf16"])
+
+
+def in_use(x: jax.Array, blocks: QueryBlocks) -> np.ndarray:
+    """Zeros for queries that are not."""
+    used = jnp.arange(x.shape[1]) < blocks.length[:, None]
+    return np.asarray(jnp.where(used.reshape(used.shape + (1,) * (x.ndim - 2)), x, 0), np.float32)
+
+
+@TYPES
+@pytest.mark.parametrize("block", [1, 3, 16])
+@pytest.mark.parametrize(("heads", "width"), [(3, 64), (8, 128), (16, 32)])
+def test_blocks_equal_the_reference(heads, width, block, dtype, atol):
+    q, blocks, pages = rows(9, heads, width, dtype, epp=16, block=block)
     sink = jnp.linspace(-1, 2, heads)
     assert supports(q, [pages, pages], NATIVE)
     want, got = (
         hca_attention(q, blocks, pages, pages, sink, window=20, ratio=3, scale=width**-0.5, target=target)
         for target in (CPU, NATIVE)
     )
-    np.testing.assert_allclose(got, want, atol=atol)
+    np.testing.assert_allclose(np.asarray(got, np.float32), in_use(want, blocks), atol=atol)
 
 
+@pytest.fixture
+def without_pairs(monkeypatch):
+    """The code for CPUs that do not multiply pairs of bfloat16 numbers, which this one may."""
+    monkeypatch.setattr(tiles, "has_feature", lambda name: False)
+    monkeypatch.setattr(api, "ATTEND", Operation("test.attend", kernel._attend))
+    machine_code.register()
+
+
+@pytest.mark.usefixtures("without_pairs")
+def test_bfloat16_on_a_cpu_without_products_of_pairs():
+    test_blocks_equal_the_reference(8, 128, 16, jnp.bfloat16, 2e-2)
+
+
+@TYPES
+def test_chosen_entries_of_a_block(dtype, atol):
+    """Over 64 of them, and of what no query chose nothing is read: it is NaN."""
+    q, blocks, pages = rows(9, 8, 64, dtype, epp=32, block=16)
+    rng = np.random.default_rng(1)
+    place = jnp.arange(192)
+    chosen = jnp.asarray(rng.random((9, 16, 192)) < 0.1) & (place % 3 > 0)
+    chosen &= place < blocks.position[:, None, None] + jnp.arange(16)[:, None] + 1
+    unused = pages.table[:, place // 32], place % 32, slice(None)
+    nan = jnp.uint16(0x7FC0) if dtype == jnp.bfloat16 else jnp.nan
+    values = pages.pool.values.at[unused].set(jnp.where((place % 3 > 0)[:, None], pages.pool.values[unused], nan))
+    chosen_pages = pages._replace(pool=dataclasses.replace(pages.pool, values=values))
+    want, got = (
+        csa_attention(q, blocks, pages, of, chosen, jnp.ones(8), window=8, ratio=1, scale=0.125, target=target)
+        for target, of in ((CPU, pages), (NATIVE, chosen_pages))
+    )
+    np.testing.assert_allclose(np.asarray(got, np.float32), in_use(want, blocks), atol=atol)
+
+
+@pytest.mark.parametrize("block", [1, 16])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-def test_scores_equal_plain_ones(dtype):
-    q, blocks, pages = rows(5, 8, 32, dtype, epp=64)  # 384 keys: more than a run of them
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=(5, 1, 8)), jnp.float32)
+def test_scores_equal_plain_ones(dtype, block):
+    q, blocks, pages = rows(5, 8, 32, dtype, epp=64, block=block)  # 384 keys: more than a run of them
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(5, block, 8)), jnp.float32)
     got = index.scores(q, weights, blocks, pages, ratio=1)
     keys = pages.read_pages(blocks.row, jnp.int32(0), 6, dtype)
     want = jax.vmap(index_scores)(q, weights, keys)
-    visible = jnp.arange(384) < blocks.position[:, None, None] + 1
+    query = jnp.arange(block)[:, None]
+    visible = jnp.arange(384) < (blocks.position[:, None, None] + query + 1)
+    visible &= query < blocks.length[:, None, None]
     np.testing.assert_allclose(got, jnp.where(visible, want, -jnp.inf), rtol=1e-4, atol=1e-4)
 
 
@@ -73,6 +126,5 @@ def test_what_was_never_written_shows_where_it_is_read():
 def test_what_it_takes():
     q, _, pages = rows(2, 4, 16, jnp.float32)
     assert supports(q, [pages], NATIVE) and not supports(q, [pages], CPU)
-    assert not supports(jnp.repeat(q, 2, axis=1), [pages], NATIVE)  # blocks of queries
-    assert not supports(q[:, :, :3], [pages], NATIVE)
+    assert not supports(q[..., :8], [pages], NATIVE)
     assert not supports(q.astype(jnp.bfloat16), [pages], NATIVE)
