@@ -1,7 +1,7 @@
 """A row times a matrix: the product of every linear layer, in float32 sums.
 
-Inside `products_for` a CPU, products of few rows go through native code, the others and those of other devices through
-XLA. Microseconds of XLA and of native code on two cores, weights [1024, 512] out of 200 MB:
+For a CPU with native code (`target.traced_for`) products of few rows go through that, the others and those of other
+devices through XLA. Microseconds of XLA and of native code on two cores, weights [1024, 512] out of 200 MB:
 
     rows              1    8    32    64
     float32 XLA      60  224   347   414
@@ -12,30 +12,16 @@ XLA. Microseconds of XLA and of native code on two cores, weights [1024, 512] ou
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import math
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.grouped_matmul import native
-from pallas_kernels.target import CPU, Target
+from pallas_kernels.target import traced_target
 
 _FEW = {"float32": 40, "bfloat16": 4}  # rows, by the weights' type
-_target = contextvars.ContextVar("target", default=CPU)
-
-
-@contextlib.contextmanager
-def products_for(target: Target) -> Iterator[None]:
-    """What is traced in it is for `target`: outside, products are XLA's, which can be differentiated."""
-    token = _target.set(target)
-    try:
-        yield
-    finally:
-        _target.reset(token)
 
 
 def matmul(x: jax.Array, weights: jax.Array, precision: jax.lax.Precision | None = None) -> jax.Array:
@@ -43,7 +29,7 @@ def matmul(x: jax.Array, weights: jax.Array, precision: jax.lax.Precision | None
     *groups, k, n = weights.shape
     num_rows = x.size // (k * math.prod(groups))
     few = x.dtype == weights.dtype and num_rows <= _FEW.get(weights.dtype.name, 0) and native.supports(weights)
-    if not (few and _target.get().has_native_kernels):
+    if not (few and traced_target().has_native_kernels):
         return jnp.matmul(x, weights, preferred_element_type=jnp.float32, precision=precision)
     starts = np.arange(0, x.size // k + 1, num_rows, dtype=np.int32)
     out = native.grouped_product(x.reshape(-1, k), weights.reshape(-1, k, n), starts)

@@ -1,7 +1,13 @@
-"""Which machine a kernel is for. It is passed in, never asked for: what compiles ahead of time runs elsewhere."""
+"""Which machine a kernel is for. It is passed in, never asked for: what compiles ahead of time runs elsewhere.
+
+Operations that every part of the model uses take it from `traced_for`, which a program's outermost function sets.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +54,22 @@ class Target:
 
 
 CPU = Target("cpu")
+_traced = contextvars.ContextVar("traced", default=CPU)
+
+
+@contextlib.contextmanager
+def traced_for(target: Target) -> Iterator[None]:
+    """What is traced in it is for `target`, also the operations that are not told: products and rotations. Outside,
+    these are XLA's, which can be differentiated."""
+    token = _traced.set(target)
+    try:
+        yield
+    finally:
+        _traced.reset(token)
+
+
+def traced_target() -> Target:
+    return _traced.get()
 
 
 def dot_precision(dtype: Any) -> lax.Precision:

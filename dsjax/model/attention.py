@@ -14,7 +14,7 @@ from dsjax.axes import KV, MODEL
 from dsjax.config import LayerKind, ModelConfig
 from dsjax.model.compressor import Compressor, num_visible
 from dsjax.model.indexer import Indexer
-from dsjax.model.norm import RMSNorm, rms
+from dsjax.model.norm import RMSNorm
 from dsjax.model.param import Linear, constant, weight, widen
 from dsjax.model.rope import CosSin, frequencies, rotate
 from pallas_kernels import collectives
@@ -49,10 +49,9 @@ class Attention(nnx.Module):
 
         N heads are those of this device, where several split them.
         """
-        cos, sin = table
         c_q = self.q_norm(self.wq_a(x))
         q = self.wq_b(c_q).reshape(x.shape[0], -1, self.config.head_dim)
-        q = rotate(rms(q, self.config.rms_norm_eps), (cos[:, None], sin[:, None])).astype(x.dtype)
+        q = rotate(q, table, rms_eps=self.config.rms_norm_eps)
         kv = rotate(self.kv_norm(self.wkv(x)), table)
         return c_q, q, kv
 
@@ -64,10 +63,9 @@ class Attention(nnx.Module):
 
     def output(self, o: jax.Array, table: CosSin) -> jax.Array:
         """o [T, N, H], in the keys' rotation -> [T, D]: undoes the query position's rotation, then projects."""
-        cos, sin = table
         num_groups = self.wo_a.kernel.shape[0]
         with jax.named_scope("projections"):
-            o = rotate(o, (cos[:, None], sin[:, None]), inverse=True)
+            o = rotate(o, table, inverse=True)
             out = self.wo_b(self.wo_a(o.reshape(o.shape[0], num_groups, -1)))
         return collectives.psum(out, self.axes)
 

@@ -44,7 +44,7 @@ class Indexer(nnx.Module):
         """
         heads, width = self.config.index_n_heads, self.config.index_head_dim
         q = self.wq_b(c_q).reshape(x.shape[0], -1, width)
-        q = rotate(q, (table[0][:, None], table[1][:, None]))
+        q = rotate(q, table)
         q = collectives.all_gather(q, SHARD, axis=1)
         return q, self.weights_proj(x, jnp.float32, HIGHEST) * (heads * width) ** -0.5
 

@@ -25,8 +25,7 @@ from dsjax.runner.output import DeviceOutput
 from dsjax.runner.sampling import SamplingBatch, SlotTables
 from pallas_kernels import collectives
 from pallas_kernels.cache_write import NOWHERE
-from pallas_kernels.matmul import products_for
-from pallas_kernels.target import Target
+from pallas_kernels.target import Target, traced_for
 
 KEEP = -1  # in uploaded counts: leave the device's count, which is ahead of the host's
 
@@ -52,7 +51,7 @@ def step(
     floats: jax.Array,  # [1, M, num_floats]
 ) -> tuple[CacheState, SlotTables, DeviceOutput]:
     """Unpack, run the network, sample."""
-    with products_for(config.target):
+    with traced_for(config.target):
         return _step(config, params, cache, slots, ints, floats)
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul import matmul, products_for
-from pallas_kernels.target import CPU, Target
+from pallas_kernels.matmul import matmul
+from pallas_kernels.target import CPU, Target, traced_for
 
 RNG = np.random.default_rng(0)
 HERE = Target("cpu", "host")
@@ -23,7 +23,7 @@ def operands(rows, k, n, dtype, stack=()):
 
 def compiled(x, weights, target=HERE):
     def run(x, weights):
-        with products_for(target):
+        with traced_for(target):
             return matmul(x, weights)
 
     return jax.jit(run).lower(x, weights).compile()

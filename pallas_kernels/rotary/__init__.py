@@ -1,0 +1,5 @@
+"""Rotation of interleaved pairs of channels (rotary embedding)."""
+
+from pallas_kernels.rotary.api import rotate
+
+__all__ = ["rotate"]
