@@ -43,7 +43,7 @@ class RequestCache:
     num_promised: int  # tokens it had when admitted: others are admitted beside it only if their pages are left
     tenant: str = ""
     group: int = 0  # whose pages are counted together, see `CacheManager.share_of`
-    steady_until: int = 0  # extensions up to so many tokens change nothing: no page is missing, none behind the window
+    steady_until: int = 0  # extensions up to so many tokens change nothing, see `find_steady`
     node: Node | None = None  # of the last unit registered
     num_units: int = 0  # registered
     boundary: int = NO_BOUNDARY  # where the next snapshot is due
@@ -84,12 +84,13 @@ class RequestCache:
         return max(first, next(reversed(self.window)) + 1) if self.window else first
 
     def find_steady(self, spec: CacheSpec) -> int:
-        """The most tokens up to which it lacks nothing, and sees a row of its first window page."""
+        """The most tokens up to which it lacks nothing, and sees a row of its first window page or did so a token ago:
+        where pages divide the window it lacks the next one then."""
         if not self.window:
             return 0
         window = spec.kinds[EntryKind.WINDOW]
         rows, first, last = window.entries_per_page, next(iter(self.window)), next(reversed(self.window))
-        limits = [(last + 1) * rows, (first + 1) * rows + (window.window or 0) - 1]
+        limits = [(last + 1) * rows, (first + 1) * rows + (window.window or 0)]
         for kind, pages in self.pages.items():
             compressed = spec.kinds[kind]
             limits.append((len(pages) * compressed.entries_per_page + 1) * compressed.ratio - 1)

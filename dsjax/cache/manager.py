@@ -209,7 +209,7 @@ class CacheManager:
         """Makes room for the entries and window rows of all tokens below `num_tokens_total`.
 
         False if pages are missing even with the prefix cache emptied; then nothing was allocated or evicted.
-        Window pages that the next token no longer sees are given back either way.
+        Window pages that the next token no longer sees are given back either way, one perhaps a token later.
         """
         request = self._requests[request_id]
         if num_tokens_total <= request.steady_until:
