@@ -37,15 +37,14 @@ class Layout:
         self.ints: dict[str, tuple[int, ...]] = {
             "token_ids": (t,),
             "token_row": (t,),
-            "positions": (t,),
-            "window_slot": (t,),
             "next_token": (t,),
             "num_tokens": (),
             "row_slot": (r,),
-            "row_position": (r,),
             "row_last": (r,),
-            "block_row": (nb,),
+            "positions": (t,),  # with the next two, see `decode_positions`
+            "row_position": (r,),
             "block_position": (nb,),
+            "block_row": (nb,),
             "block_length": (nb,),
             "block_token": (nb, b),
             "token_block": (t,),
@@ -55,13 +54,17 @@ class Layout:
         }
         for kind in spec.pool_kinds:
             self.ints[f"{kind.value}.table"] = (r, spec.kinds[kind].table_width)
-        for kind in spec.compressed_kinds:
-            pieces = bucket.num_pieces(spec.kinds[kind].ratio)
-            for name in ("row", "window", "first", "complete", "entry_slot", "last_token"):
-                self.ints[f"{kind.value}.{name}"] = (pieces,)
-            self.ints[f"{kind.value}.last_of_row"] = (r,)
+        pieces = {kind.value: (bucket.num_pieces(spec.kinds[kind].ratio),) for kind in spec.compressed_kinds}
+        for kind, shape in pieces.items():
+            self.ints |= dict.fromkeys((f"{kind}.row", f"{kind}.first", f"{kind}.last_token"), shape)
+            self.ints[f"{kind}.last_of_row"] = (r,)
             if not bucket.is_decode:
-                self.ints[f"{kind.value}.of_token"] = (t,)
+                self.ints[f"{kind}.of_token"] = (t,)
+        # From here on, see `decode_entries`.
+        self.ints |= {f"{kind}.window": shape for kind, shape in pieces.items()}
+        self.ints |= {f"{kind}.complete": shape for kind, shape in pieces.items()}
+        self.ints["window_slot"] = (t,)
+        self.ints |= {f"{kind}.entry_slot": shape for kind, shape in pieces.items()}
         self.ints["flags"] = (len(sampling.FLAGS),)  # last, see `flags`
         sizes = itertools.accumulate(map(math.prod, self.ints.values()), initial=0)
         self.offsets = dict(zip(self.ints, sizes, strict=False))
@@ -69,6 +72,9 @@ class Layout:
         self.num_ints = sum(math.prod(shape) for shape in self.ints.values())
         self.num_floats = sum(math.prod(shape) for shape in self.floats.values())
         self.padding = self._padding()
+        kinds = [spec.kinds[kind] for kind in spec.pool_kinds]
+        sizes = [(k.ratio, k.ratio - 1, k.entries_per_page, k.table_width) for k in kinds]
+        self.kind_sizes = np.array(sizes, np.int32).T[:, :, None]  # four columns [pool kinds, 1]
 
     def _padding(self) -> HostBatch:
         """A step without rows: padding is out of range, wherever something would be written to or read from."""
@@ -90,6 +96,18 @@ class Layout:
     def flags(self, ints: np.ndarray) -> np.ndarray:
         """The flags of packed vectors [..., num_ints], writable."""
         return ints[..., self.num_ints - len(sampling.FLAGS) :]
+
+    def decode_positions(self, ints: np.ndarray) -> np.ndarray:
+        """[3, R] of a decode step's packed vector: of tokens, rows and blocks, which are the same. Writable."""
+        begin, num_rows = self.offsets["positions"], self.bucket.num_rows
+        return ints[begin : begin + 3 * num_rows].reshape(3, num_rows)
+
+    def decode_entries(self, ints: np.ndarray) -> np.ndarray:
+        """[3 K + 1, R] of a decode step's packed vector: of its K compressed kinds, the window that each row's token is
+        in, and whether it completes it; then of the window and those kinds, where the entry goes. Writable."""
+        num, num_rows = 3 * len(self.spec.compressed_kinds) + 1, self.bucket.num_rows
+        end = self.num_ints - len(sampling.FLAGS)
+        return ints[end - num * num_rows : end].reshape(num, num_rows)
 
     def views(self, vector, shapes: dict[str, tuple[int, ...]]) -> dict:
         """Cuts a vector (numpy: writable views; jax: slices) into its named arrays."""
@@ -139,30 +157,22 @@ def _pack_decode(layout: Layout, rows: Rows, slots: SlotParams) -> HostBatch:
         ints, ids = step.ints.copy(), np.array(_last_ids(rows), np.int32)
     else:  # each slot drew its row's token, known by now or not
         ints, ids = step.ints.copy(), PENDING
-    spec, tables, num_rows = layout.spec, _slot_tables(rows), len(rows)
-
-    def put(name: str, values: np.ndarray | int) -> None:
-        begin = layout.offsets[name]
-        ints[begin : begin + num_rows] = values
-
-    for name in ("row_position", "positions", "block_position"):
-        put(name, start)
-    put("token_ids", ids)
-    for kind in spec.pool_kinds:
-        begin, width = layout.offsets[f"{kind.value}.table"], spec.kinds[kind].table_width
+    tables, num_rows, num_kinds = _slot_tables(rows), len(rows), len(layout.spec.compressed_kinds)
+    ints[layout.offsets["token_ids"] :][:num_rows] = ids
+    layout.decode_positions(ints)[:, :num_rows] = start
+    for kind, begin, width in step.tables:
         into = ints[begin : begin + num_rows * width].reshape(num_rows, width)
         tables[kind].take(slot, axis=0, out=into, mode="clip")  # faster than "raise", which copies again
-    put("window_slot", _slots(spec.kinds[EntryKind.WINDOW], tables[EntryKind.WINDOW], slot, start))
-    for kind in spec.compressed_kinds:
-        kind_spec, name = spec.kinds[kind], kind.value
-        index, part = np.divmod(start, kind_spec.ratio)
-        put(f"{name}.window", index)
-        (row,) = (part == kind_spec.ratio - 1).nonzero()  # few of a long window, and often none
-        if row.size:
-            ints[layout.offsets[f"{name}.complete"] + row] = 1
-            # entries below num_shared are in shared pages already: recomputing must not store them twice
-            row = row[index[row] >= slots.num_shared[slot[row]] // kind_spec.ratio]
-            ints[layout.offsets[f"{name}.entry_slot"] + row] = _slots(kind_spec, tables[kind], slot[row], index[row])
+    # Of all kinds together, [kinds, rows]: numpy takes as long for one kind. An entry of the window is a token.
+    ratio, last, per_page, width = layout.kind_sizes
+    entry, part = np.divmod(start, ratio)
+    page, within = np.divmod(entry, per_page)
+    place = ints.take(step.table_begin + page % width) * per_page + within
+    complete = part == last
+    entries = layout.decode_entries(ints)[:, :num_rows]
+    entries[:num_kinds] = entry[1:]
+    entries[num_kinds : 2 * num_kinds] = complete[1:]
+    entries[2 * num_kinds :] = np.where(complete & (entry >= step.first_new), place, NOWHERE)
     if layout.flags(step.ints)[-1]:
         layout.flags(ints)[-1] = slots.asks_of_prompts(rows)
     return HostBatch(ints, step.floats)
@@ -187,7 +197,13 @@ def _decode_step(layout: Layout, rows: Rows, slots: SlotParams) -> DecodeStep:
     a["row_slot"][:num_rows] = rows.slot
     a["next_token"][:num_rows] = _following(rows)
     slots.pack(a, f, rows)
-    return DecodeStep(layout.bucket, rows.slot, ints, floats)
+    spec = layout.spec
+    tables = [(kind, layout.offsets[f"{kind.value}.table"], spec.kinds[kind].table_width) for kind in spec.pool_kinds]
+    begins = [begin + width * np.arange(num_rows, dtype=np.int32) for _, begin, width in tables]
+    # Entries below num_shared are in shared pages already: recomputing must not store them twice.
+    first_new = slots.num_shared[rows.slot] // layout.kind_sizes[0]
+    first_new[0] = 0  # the window's are its own
+    return DecodeStep(layout.bucket, rows.slot, ints, floats, tables, np.stack(begins), first_new)
 
 
 def _slot_tables(rows: Rows) -> dict[EntryKind, np.ndarray]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from dsjax.cache.spec import EntryKind
 from dsjax.request import MAX_LOGPROBS, SamplingParams
 from dsjax.runner.buckets import Bucket
 from dsjax.scheduler.plan import RowPlan, Rows
@@ -95,6 +96,9 @@ class DecodeStep(NamedTuple):
     slot: np.ndarray
     ints: np.ndarray
     floats: np.ndarray
+    tables: list[tuple[EntryKind, int, int]]  # each kind's page table: where it begins in `ints`, and its columns
+    table_begin: np.ndarray  # [kinds, rows] where each row's begins
+    first_new: np.ndarray  # [kinds, rows] int32, the first entry of the row that is not stored already
 
 
 class SlotParams:

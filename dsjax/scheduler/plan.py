@@ -30,7 +30,7 @@ class RowPlan(NamedTuple):
         return self.start + self.num_new
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: a step makes one, and that would take four times as long
 class Rows:
     """Rows in the order they are packed: a sequence of RowPlan that is kept as columns, which a step works on whole."""
 
@@ -41,12 +41,13 @@ class Rows:
     num_new: np.ndarray  # [rows] int32
     samples: Sequence[bool]
     first_of_stay: Sequence[bool]
+    num_tokens: int  # new ones, of all rows
 
     @classmethod
     def of(cls, rows: Sequence[RowPlan]) -> Rows:
         requests, caches, starts, num_new, samples, first = zip(*rows, strict=True) if rows else ((),) * 6
         slot, start, new = (np.array(x, np.int32) for x in ([cache.slot for cache in caches], starts, num_new))
-        return cls(requests, caches, slot, start, new, samples, first)
+        return cls(requests, caches, slot, start, new, samples, first, sum(num_new))
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -62,13 +63,10 @@ class Rows:
     def __getitem__(self, at: int | slice) -> RowPlan | Rows:
         columns = self.requests, self.caches, self.slot, self.start, self.num_new, self.samples, self.first_of_stay
         if isinstance(at, slice):
-            return Rows(*(column[at] for column in columns))  # type: ignore[arg-type]
+            requests, caches, slot, start, num_new, samples, first = (column[at] for column in columns)
+            return Rows(requests, caches, slot, start, num_new, samples, first, int(num_new.sum()))  # type: ignore[arg-type]
         request, cache, _, start, num_new, samples, first = (column[at] for column in columns)
         return RowPlan(request, cache, int(start), int(num_new), samples, first)  # type: ignore[arg-type]
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return int(self.num_new.sum())
 
     @cached_property
     def end(self) -> np.ndarray:

@@ -46,10 +46,10 @@ class Streak:
         return np.array([cache.quiet_until(self._cache.spec) for cache in self.rows.caches])
 
     @cached_property
-    def _same(self) -> tuple[np.ndarray, list[bool], list[bool]]:
-        """Columns of all steps after the first: a token each, which draws the next one."""
+    def _same(self) -> tuple[np.ndarray, list[bool], list[bool], int]:
+        """What all steps after the first have: a token each, which draws the next one."""
         num = len(self.rows)
-        return np.ones(num, np.int32), [True] * num, [False] * num
+        return np.ones(num, np.int32), [True] * num, [False] * num, num
 
     def grant(self) -> bool:
         """Gets the pages of the next step. False if a row takes no part in it or pages are missing: it ends here."""
