@@ -58,7 +58,10 @@ class LiveRequests:
             live = self._live.get(event.request_id)
             if live is None:
                 continue  # its client went away while the step ran
-            self._note(live, event, cancel)
+            if event.finish_reason is None and event.error is None:
+                live.last[event.index] = event
+            else:
+                self._end(live, event, cancel)
             if live.held:
                 live.held.append(event)
                 batches.append(live.take())
@@ -76,11 +79,14 @@ class LiveRequests:
             if live is None:
                 continue
             live.held.append(event)
-            if self._note(live, event, cancel):
+            if event.finish_reason is None and event.error is None:
+                live.last[event.index] = event
+                if not live.queued:
+                    live.queued = True
+                    self._pacer.add(live)
+            else:
+                self._end(live, event, cancel)
                 ends[live] = None
-            elif not live.queued:
-                live.queued = True
-                self._pacer.add(live)
         return [live.take() for live in ends]
 
     @property
@@ -96,15 +102,11 @@ class LiveRequests:
                 batches.append(live.take())
         return batches
 
-    def _note(self, live: Live, event: TokenEvent, cancel: Callable[[str], object]) -> bool:
-        """Whether the event ends a sequence; the last one's ends the request."""
-        if event.finish_reason is None and event.error is None:
-            live.last[event.index] = event
-            return False
+    def _end(self, live: Live, event: TokenEvent, cancel: Callable[[str], object]) -> None:
+        """`event` ends a sequence; the last one's ends the request."""
         live.last.pop(event.index, None)
         if event.error is not None and live.last:
             cancel(event.request_id)
             live.last.clear()
         if not live.last:
             del self._live[event.request_id]
-        return True

@@ -98,6 +98,7 @@ class EventStream:
         self._detached = False  # nobody will take anything
         self._max_unread = max_unread_tokens
         self._unread: dict[int, _Merged] = {}
+        self._due: set[int] = set()  # indices of which something may be taken
         self._num_unread = 0
         self._error: RequestError | None = None
         self._news = asyncio.Event()  # something may be taken
@@ -121,9 +122,15 @@ class EventStream:
                     return False
             if self._detached:
                 continue
-            unread = _add(self._unread, event)
+            index = event.index
+            unread = self._unread.get(index)
+            if unread is None:
+                unread = self._unread[index] = _Merged(event)
+            else:
+                unread.add(event)
             self._num_unread += _num_values(event) if event.logprobs else len(event.token_ids)
-            if self._is_due(unread):
+            if unread.num_ids >= self._interval or event.finish_reason is not None or index not in self._started:
+                self._due.add(index)
                 self._news.set()
         if self._max_unread and self._num_unread > self._max_unread:
             message = (
@@ -139,6 +146,7 @@ class EventStream:
         if self._error is None and not self.closed.is_set():
             self._error = error
             self._unread.clear()
+            self._due.clear()
             self._news.set()
             self._over.set()
 
@@ -160,6 +168,7 @@ class EventStream:
         """From now on nobody takes events; they are only kept."""
         self._detached = True
         self._unread.clear()
+        self._due.clear()
         self._num_unread = 0
 
     def whole(self) -> list[TokenEvent]:
@@ -175,20 +184,17 @@ class EventStream:
             await self._news.wait()
             if self._error is not None:
                 raise self._error
-            due = [index for index, unread in self._unread.items() if self._is_due(unread)]
+            due = sorted(self._due)
+            self._due.clear()
             if not self.closed.is_set():
                 self._news.clear()
             elif not due:
                 return []
             if due:
-                events = [self._unread.pop(index).merged() for index in sorted(due)]
+                events = [self._unread.pop(index).merged() for index in due]
                 self._started.update(due)
                 self._num_unread -= sum(map(_num_values, events))
                 return events
-
-    def _is_due(self, unread: _Merged) -> bool:
-        last = unread.last
-        return unread.num_ids >= self._interval or last.finish_reason is not None or last.index not in self._started
 
     async def take_all(self) -> list[TokenEvent]:
         """Waits for the end and returns one merged event for each index, in order. Raises as `take`."""
