@@ -97,10 +97,11 @@ class RequestCache:
         return min(limits)
 
     def quiet_until(self, spec: CacheSpec) -> int:
-        """The most tokens up to which `extend` and `computed` change nothing but `num_computed`."""
+        """The most tokens up to which `extend` and `computed` change nothing but `num_computed`, of a request that
+        decodes: its newest token is still on the device, so a unit that ends with it cannot be registered yet."""
         limits = [self.steady_until]
         if self.caches_prefix:
-            limits.append((self.num_units + 1) * spec.unit_tokens - 1)
+            limits.append((self.num_units + 1) * spec.unit_tokens)
             if self.boundary > self.num_computed:
                 limits.append(self.boundary - 1)
         return min(limits)
