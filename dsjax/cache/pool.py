@@ -50,25 +50,29 @@ class PagePool:
 
     def retain(self, page: int, *, cache: bool = False) -> None:
         """Adds a reference (the prefix cache's if `cache`) to a page that has one; ValueError for a free page."""
-        if not self._num_refs[page]:
+        refs = self._num_refs[page]
+        if not refs:
             raise ValueError(f"page {page} is free and cannot be retained")
-        before = self._is_cached(page)
-        self._num_refs[page] += 1
-        self._num_cache_refs[page] += cache
-        self._num_cached += self._is_cached(page) - before
+        self._num_refs[page] = refs + 1
+        if cache:
+            self._num_cache_refs[page] += 1
+        elif refs == self._num_cache_refs[page]:
+            self._num_cached -= 1
 
     def release(self, page: int, *, cache: bool = False) -> None:
         """Drops a reference of that holder; the last one frees the page. ValueError if the holder has none."""
-        held = self._num_cache_refs[page] if cache else self._num_refs[page] - self._num_cache_refs[page]
-        if not held:
+        refs, cache_refs = self._num_refs[page], self._num_cache_refs[page]
+        if not (cache_refs if cache else refs - cache_refs):
             raise ValueError(
                 f"page {page} has no reference of {'the prefix cache' if cache else 'a request'} to release"
             )
-        before = self._is_cached(page)
-        self._num_refs[page] -= 1
-        self._num_cache_refs[page] -= cache
-        self._num_cached += self._is_cached(page) - before
-        if not self._num_refs[page]:
+        self._num_refs[page] = refs - 1
+        if cache:
+            self._num_cache_refs[page] = cache_refs - 1
+        elif refs - 1 == cache_refs > 0:
+            self._num_cached += 1
+        if refs == 1:
+            self._num_cached -= cache
             self._free.append(page)
 
     def _is_cached(self, page: int) -> bool:

@@ -82,7 +82,7 @@ class KindSpec:
 
     def num_table_pages(self, num_tokens: int) -> int:
         """Pages that hold the entries of the first `num_tokens` tokens (of a kind without a window)."""
-        return -(-self.num_entries(num_tokens) // self.entries_per_page)
+        return -(-(num_tokens // self.ratio) // self.entries_per_page)
 
 
 @dataclass(frozen=True, kw_only=True)

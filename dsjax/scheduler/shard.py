@@ -120,7 +120,7 @@ class Shard:
         """A token for each row that has one to compute, in order: pages that are missing come from later ones."""
         streak = self._streak
         if streak and len(streak.rows) <= self._budget and self._may_all_grow() and streak.grant():
-            self._grants = dict.fromkeys(streak.rows.requests, 1)
+            self._grants = streak.grants  # who changes them ends the streak first
             self._budget -= len(streak.rows)
             return
         self._end_streak()

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from dsjax.cache.manager import CacheManager
+from dsjax.request import Request
 from dsjax.scheduler.plan import Rows
 
 
@@ -50,6 +51,11 @@ class Streak:
         """What all steps after the first have: a token each, which draws the next one."""
         num = len(self.rows)
         return np.ones(num, np.int32), [True] * num, [False] * num, num
+
+    @cached_property
+    def grants(self) -> dict[Request, int]:
+        """Tokens of each request in every step."""
+        return dict.fromkeys(self.rows.requests, 1)
 
     def grant(self) -> bool:
         """Gets the pages of the next step. False if a row takes no part in it or pages are missing: it ends here."""
