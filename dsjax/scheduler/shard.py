@@ -12,6 +12,7 @@ import math
 import operator
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 from dsjax.cache.manager import CacheManager
 from dsjax.cache.prefix import UnitHashes
@@ -45,7 +46,7 @@ class Shard:
         self._unfinished: list[Request] = []  # all that have more than a token to compute
         self._budget = 0  # tokens left in it
         self._path_budget = [0] * len(Path)  # of those, for prompts of each path while others want some
-        self._most, self._path_most = 0, self._path_budget  # both as the last step began
+        self._path_budgets = lru_cache(1)(lambda num: [policy.prompt_budget(config, path, num) for path in Path])
         self._limits = Limits.of(config)
         self._is_short = False  # pages were missing: nobody is admitted
         self._turn = 0  # of length groups
@@ -110,10 +111,7 @@ class Shard:
         # Each running row may have its token, whatever feedback says: it admits fewer, and some end.
         budget = max(limits.max_num_batched_tokens, len(self.running))
         self._budget = budget if self.config.enable_chunked_prefill else self.config.max_num_batched_tokens
-        if self._budget != self._most:
-            self._most = self._budget
-            self._path_most = [policy.prompt_budget(self.config, path, self._budget) for path in Path]
-        self._path_budget = self._path_most.copy()
+        self._path_budget = self._path_budgets(self._budget).copy()
         self._prompts, self._unfinished = deque(), []
 
     def grant_decodes(self) -> None:
