@@ -173,6 +173,18 @@ def test_table_rows_are_out_of_range_where_there_is_no_page():
     assert request.tables[WINDOW].tolist() == ring
 
 
+def test_a_decoding_request_changes_a_window_page_for_the_next_in_one_extension():
+    runner = Runner()
+    runner.start("a", list(range(60)))
+    runner.go_on("a", list(range(60)), 24)
+    request, held = runner.manager.request("a"), []
+    for total in range(25, 40):  # in which no page of another kind is due
+        runner.go_on("a", list(range(60)), total)
+        held.append(list(request.window))
+    # The token after 31 sees rows 24..31 of page 3: page 2 is out of sight one token before page 4 is needed.
+    assert held == 8 * [[2, 3]] + 7 * [[3, 4]]
+
+
 def test_extend_is_all_or_nothing():
     manager = CacheManager(cache_spec(num_blocks=6))  # 2 CSA pages of 32 tokens
     for request_id in "ab":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import pytest
 
 from dsjax.cache.pool import PagePool
@@ -55,6 +57,16 @@ def make_index(**changes) -> PrefixIndex:
 def match(index: PrefixIndex, tokens: list[int], salt: str = ""):
     found = index.match(tokens, UnitHashes(salt, index.spec.unit_tokens))
     return found.num_tokens, found.num_shared
+
+
+def test_a_digest_is_of_the_one_before_and_the_ids_as_little_endian_words():
+    """Names on disk are made of these: they may not change."""
+    hashes = UnitHashes("salt", 2)
+    hashes.extend([1, 0x01020304, 129279, 7, 5], 2)
+    root = blake2b(b"salt", digest_size=32).digest()
+    first = blake2b(root + bytes([1, 0, 0, 0, 4, 3, 2, 1]), digest_size=32).digest()
+    second = blake2b(first + bytes([0xFF, 0xF8, 1, 0, 7, 0, 0, 0]), digest_size=32).digest()
+    assert hashes.digests == [root, first, second]
 
 
 def test_digests_chain_tokens_and_salt():
