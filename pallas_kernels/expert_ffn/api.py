@@ -29,8 +29,8 @@ def expert_ffn(
     """The sum over a token's chosen experts of weight * W2 clamped_swiglu(W13 x), [T, D] float32.
 
     Of `num_devices` devices with experts of their own each expects as many tokens. Native code multiplies an expert's
-    tokens in one piece, or where they are many and bfloat16 XLA's library in `slots`. Accelerators, weights that are
-    stored codes, and a CPU without native code multiply tiles of tokens sorted by expert.
+    tokens in one piece; where they are many and XLA's library is faster, it does, in `slots`. Accelerators, weights
+    that are stored codes, and a CPU without native code multiply tiles of tokens sorted by expert.
     """
     if not (target.has_native_kernels and groups.fits(matrices)):
         return _in_tiles(x, experts, weights, matrices, num_experts, first, num_devices, limit, target)

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.expert_ffn import Matrices, expert_ffn
 from pallas_kernels.expert_ffn.slots import in_slots, pays, slots_of_expert
+from pallas_kernels.grouped_matmul import native
 from pallas_kernels.target import CPU, Target
 
 D, F, E, K = 32, 16, 16, 4
@@ -96,14 +97,19 @@ def test_slots_hold_what_even_choices_fill():
     assert slots_of_expert(5, 5 * K, E) == 5  # no expert can have more
 
 
-def test_slots_are_for_many_tokens_in_bfloat16():
+def test_slots_are_for_many_tokens_where_the_library_is_faster(monkeypatch):
+    assert not pays(jnp.float32, 1000 * E, E)
+    monkeypatch.setattr(native, "has_feature", {"avx512bf16", "amx-bf16"}.__contains__)
     assert pays(jnp.bfloat16, 16 * E + 1, E)
     assert not pays(jnp.bfloat16, 16 * E, E)
-    assert not pays(jnp.float32, 1000 * E, E)
+    monkeypatch.setattr(native, "has_feature", {"avx512bf16"}.__contains__)
+    assert not pays(jnp.bfloat16, 1000 * E, E)
 
 
-def test_weights_are_neither_copied_nor_widened():
+@pytest.mark.parametrize("features", [{"avx512bf16"}, set()], ids=["groups", "slots"])
+def test_weights_are_neither_copied_nor_widened(monkeypatch, features):
     """XLA's CPU takes a matrix out of a stack by copying it, and one of bfloat16 by converting the stack to float32."""
+    monkeypatch.setattr(native, "has_feature", features.__contains__)
     for num, dtype in ((40, "float32"), (40, "bfloat16"), (200, "bfloat16")):
         x, experts, weights = tokens(num, False, num)  # of 200, most are past their experts' slots
         stacks = matrices(dtype)

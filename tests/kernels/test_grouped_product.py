@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import threading
 
 import jax
@@ -12,18 +13,35 @@ import pytest
 from jax.experimental import serialize_executable
 
 from pallas_kernels.grouped_matmul import native
+from pallas_kernels.grouped_matmul.blocks import Singly
 from pallas_kernels.grouped_matmul.native import grouped_product
+from pallas_kernels.native.machine_code import Operation
 
 RNG = np.random.default_rng(0)
-BLOCKS, DEPTH, FEW = native._BLOCKS, native._DEPTH, native._FEW
+BLOCKS, (DEPTH, _), FEW = native._BLOCKS, native._PACKED, max(native._FEW.values())
 
 
 def operands(counts, k, n, dtype="float32", num_matrices=None):
     """x, weights and starts of groups with so many rows."""
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    x = RNG.normal(size=(starts[-1], k)).astype(np.float32)
+    x = np.asarray(RNG.normal(size=(starts[-1], k)), jnp.dtype(dtype))
     weights = jnp.asarray(RNG.normal(size=(num_matrices or len(counts), k, n)), dtype)
     return x, weights, starts
+
+
+def product_of(multiply):
+    """`grouped_product`, whatever this CPU is best at."""
+    operation = Operation(f"test.product.{type(multiply).__name__}", functools.partial(native._emit, multiply=multiply))
+
+    def run(x, weights, starts):
+        shape = jax.ShapeDtypeStruct((x.shape[0], weights.shape[2]), jnp.float32)
+        return operation(weights.dtype, shape, x, weights, starts, np.zeros(1, np.int32))
+
+    return run
+
+
+# two bfloat16 numbers at once, and one: this CPU does one or the other of itself
+FORMS = {"chosen": grouped_product, "singly": product_of(Singly())}
 
 
 def want(x, weights, starts, first=0):
@@ -31,13 +49,13 @@ def want(x, weights, starts, first=0):
     return np.einsum("rk,rkn->rn", x.astype(np.float64), matrices)
 
 
-# blocks of every size; more than are few; none; K that is not a multiple of the depth; columns with and without strips
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# blocks of every size; more than are few; none; K odd, or no multiple of the depth; columns with and without strips
+@pytest.mark.parametrize(("form", "dtype"), [("chosen", "float32"), ("chosen", "bfloat16"), ("singly", "bfloat16")])
 @pytest.mark.parametrize("n", [16, 80, 192, 1104])
-@pytest.mark.parametrize("k", [1, DEPTH - 1, 3 * DEPTH + 5])
-def test_product(k, n, dtype):
+@pytest.mark.parametrize("k", [1, 7, 2 * DEPTH - 1, 2 * DEPTH + 6])
+def test_product(k, n, form, dtype):
     x, weights, starts = operands([0, *range(1, 14), 0, FEW, FEW + 1, FEW + 30, 0], k, n, dtype)
-    got = jax.jit(grouped_product)(x, weights, starts)
+    got = jax.jit(FORMS[form])(x, weights, starts)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want(x, weights, starts), atol=1e-4)
 
@@ -55,10 +73,13 @@ def test_first_chooses_among_the_matrices_of_several_rounds():
         np.testing.assert_allclose(run(x, weights, starts, first), want(x, weights, starts, first), atol=1e-5)
 
 
-def test_a_rows_result_does_not_depend_on_its_company():
-    """To the last bit: blocks of every size, few rows and many."""
-    x, weights, _ = operands([70], 40, 96)
-    run = jax.jit(grouped_product)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("k", [40, DEPTH + 21])
+def test_a_rows_result_does_not_depend_on_its_company(k, form, dtype):
+    """To the last bit: blocks of every size, few rows and many, an even number of products and an odd one."""
+    x, weights, _ = operands([70], k, 96, dtype)
+    run = jax.jit(FORMS[form])
     alone = [np.asarray(run(x[i : i + 1], weights, np.array([0, 1], np.int32))) for i in range(8)]
     for rows in (*BLOCKS, 3, 5, FEW, FEW + 1, 70):
         got = np.asarray(run(x[:rows], weights, np.array([0, rows], np.int32)))
@@ -110,6 +131,11 @@ def test_a_program_that_was_stored_runs():
 def test_shapes_that_do_not_fit(x, weights, error):
     with pytest.raises(ValueError, match=error):
         grouped_product(jnp.zeros(x), jnp.zeros(weights), jnp.zeros(3, jnp.int32))
+
+
+def test_x_of_another_type_than_the_weights():
+    with pytest.raises(ValueError, match="x of float32 must be of the weights' type, bfloat16"):
+        grouped_product(jnp.zeros((3, 8)), jnp.zeros((2, 8, 16), jnp.bfloat16), jnp.zeros(3, jnp.int32))
 
 
 def test_more_groups_than_matrices():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.grouped_matmul import native
 from pallas_kernels.matmul import matmul
 from pallas_kernels.target import CPU, Target, traced_for
 
@@ -29,18 +30,26 @@ def compiled(x, weights, target=HERE):
     return jax.jit(run).lower(x, weights).compile()
 
 
+WITH_AMX, WITH_PAIRS, WITHOUT = {"avx512bf16", "amx-bf16"}, {"avx512bf16"}, set()
+
+
 @pytest.mark.parametrize(
-    ("rows", "n", "dtype", "is_native"),
+    ("rows", "n", "dtype", "features", "is_native"),
     [
-        (1, 32, "float32", True),
-        (40, 32, "float32", True),
-        (41, 32, "float32", False),
-        (4, 32, "bfloat16", True),
-        (5, 32, "bfloat16", False),
-        (4, 24, "float32", False),  # columns that are no whole vectors
+        (1, 32, "float32", WITHOUT, True),
+        (128, 32, "float32", WITH_AMX, True),
+        (129, 32, "float32", WITH_PAIRS, False),
+        (128, 32, "bfloat16", WITH_PAIRS, True),
+        (129, 32, "bfloat16", WITH_PAIRS, False),
+        (4, 32, "bfloat16", WITH_AMX, True),
+        (5, 32, "bfloat16", WITH_AMX, False),
+        (4, 32, "bfloat16", WITHOUT, True),
+        (5, 32, "bfloat16", WITHOUT, False),
+        (4, 24, "float32", WITH_PAIRS, False),  # columns that are no whole vectors
     ],
 )
-def test_form(rows, n, dtype, is_native):
+def test_form(rows, n, dtype, features, is_native, monkeypatch):
+    monkeypatch.setattr(native, "has_feature", features.__contains__)  # how native code multiplies is this CPU's
     x, weights = operands(rows, 16, n, dtype)
     program = compiled(x, weights)
     assert ("dsjax.grouped_product" in (program.as_text() or "")) == is_native
