@@ -76,7 +76,7 @@ def _case(kind: str, model: str, shape: Shape, step: str, form: str) -> Case:
     def call(
         target: Target,
         q: jax.Array,
-        blocks: tuple[jax.Array, ...],
+        blocks: tuple[jax.Array, jax.Array, jax.Array],
         window_pool: Pool,
         window_table: jax.Array,
         sink: jax.Array,
@@ -84,7 +84,8 @@ def _case(kind: str, model: str, shape: Shape, step: str, form: str) -> Case:
         entry_table: jax.Array | None = None,
         chosen: jax.Array | None = None,
     ) -> jax.Array:
-        of_rows = QueryBlocks(*blocks)
+        row, position, length = blocks
+        of_rows = QueryBlocks(row, position, length)
         window_pages = Pages(window_pool, window_table, 3, num_pages)
         common = {"window": WINDOW, "scale": WIDTH**-0.5, "target": target}
         if entry_pool is None or entry_table is None:

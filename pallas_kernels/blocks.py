@@ -21,12 +21,41 @@ from pallas_kernels import collectives
 from pallas_kernels.pool import Pool
 
 
+class Packing(NamedTuple):
+    """Where the queries of blocks are among a step's T packed tokens."""
+
+    token: jax.Array  # [NB, B] int32 of each query, one after the other in a block; T where there is none
+    place: jax.Array  # [T] int32, b * B + j of each token; anything for padding
+
+    def blocked(self, x: jax.Array) -> jax.Array:
+        """[T, ...] -> [NB, B, ...]; a query that there is not repeats the last token."""
+        if self.token.shape == (x.shape[0], 1):  # a decode step: block i is token i
+            return x[:, None]
+        return x.at[self.token].get(mode="clip")
+
+    def packed(self, x: jax.Array) -> jax.Array:
+        """[NB, B, ...] -> [T, ...]."""
+        flat = x.reshape(-1, *x.shape[2:])
+        return flat if self.token.shape[1] == 1 else flat.at[self.place].get(mode="clip")
+
+
 class QueryBlocks(NamedTuple):
-    """NB blocks; an unused block has `length` 0."""
+    """NB blocks; an unused block has `length` 0. With a packing queries come packed, [T, ...], else [NB, B, ...]."""
 
     row: jax.Array  # [NB] int32, row of the page tables; any row where length is 0
     position: jax.Array  # [NB] int32, absolute position of the block's first query
     length: jax.Array  # [NB] int32, queries in use, 0..B
+    packing: Packing | None = None
+
+    def tokens(self, queries: jax.Array) -> jax.Array:
+        """[NB, B] which of the tokens that queries [T, ...] or [NB, B, ...] have in a row each one is."""
+        if self.packing is not None:
+            return self.packing.token
+        num_blocks, block = queries.shape[:2]
+        return jnp.arange(num_blocks * block).reshape(num_blocks, block)
+
+    def unpacked(self) -> QueryBlocks:
+        return self._replace(packing=None)
 
 
 class Pages(NamedTuple):

@@ -41,7 +41,8 @@ def by_groups(body: Callable[..., Out], blocks: QueryBlocks, *arrays: jax.Array)
             def cut(x: jax.Array) -> jax.Array:
                 return jax.lax.dynamic_slice_in_dim(x, at, GROUP_BLOCKS)
 
-            part = body(QueryBlocks(*map(cut, blocks)), *(cut(x)[:, :num_queries] for x in arrays))
+            here = QueryBlocks(cut(blocks.row), cut(blocks.position), cut(blocks.length))
+            part = body(here, *(cut(x)[:, :num_queries] for x in arrays))
             return jax.tree.map(lambda x, p: jax.lax.dynamic_update_slice(x, p, (at, *[0] * (x.ndim - 1))), out, part)
 
         return jax.lax.fori_loop(0, -(-(last - first) // GROUP_BLOCKS), group, out)

@@ -104,6 +104,7 @@ def attend(
         scratch.append(buffers)
     choice, choice_specs, buffers = _choice(chosen, sizes)
     layers = [window_pages.layer, 0 if entry_pages is None else entry_pages.layer, window_pages.index]
+    where = blocks.row, blocks.position, blocks.length
     out = pl.pallas_call(
         functools.partial(_kernel, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -120,7 +121,7 @@ def attend(
         cost_estimate=_cost(q, window_pages, entry_pages, chosen, window, partial),
         interpret=target.interpret,
         name="paged_attention",
-    )(*blocks, *(jnp.asarray(x, jnp.int32).reshape(1) for x in layers), *inputs, choice)
+    )(*where, *(jnp.asarray(x, jnp.int32).reshape(1) for x in layers), *inputs, choice)
     if not partial:
         return out[0].reshape(q.shape)
     total, maximum, denominator = (x.reshape(num_blocks, block, heads, -1) for x in out)

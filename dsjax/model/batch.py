@@ -24,9 +24,7 @@ class ForwardBatch(NamedTuple):
     row_slot: jax.Array  # [R] STATE slot of each row; NOWHERE for padding rows
     row_position: jax.Array  # [R] position of the row's first token
     row_last: jax.Array  # [R] packed index of the row's last token; 0 for padding rows
-    blocks: QueryBlocks
-    block_token: jax.Array  # [NB, B] packed index of each query; T for padding
-    token_block: jax.Array  # [T] b * B + j of each token
+    blocks: QueryBlocks  # of packed tokens
     window_slot: jax.Array  # [T] where the token's window row goes
     tables: dict[EntryKind, jax.Array]  # [R, P] page ids, by kind
     pieces: dict[EntryKind, Pieces]  # of the compressed kinds the model has

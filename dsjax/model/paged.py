@@ -140,24 +140,23 @@ class _LayerStep:
         window = self._pages(EntryKind.WINDOW, self.layer)
         if KV in attn.axes:  # the cache is split, so each part is asked by the heads of all its devices
             q = collectives.all_gather(q, KV, axis=1)
-        queries = self._blocked(q)
         common = {"window": config.sliding_window, "scale": config.head_dim**-0.5, "target": self.target}
         if attn.kind is LayerKind.SLIDING:
-            o = swa_attention(queries, batch.blocks, window, attn.sink[...], **common)
-            return attn.output(self._packed(o, x.dtype), table)
+            o = swa_attention(q, batch.blocks, window, attn.sink[...], **common)
+            return attn.output(o.astype(x.dtype), table)
 
         kind, ratio = ENTRY_KIND[attn.kind], attn.compressor.ratio
         self._compress(attn.compressor, kind, x)
         entries = self._pages(kind, self.nth)
         if attn.kind is LayerKind.HCA:
-            o = hca_attention(queries, batch.blocks, window, entries, attn.sink[...], ratio=ratio, **common)
+            o = hca_attention(q, batch.blocks, window, entries, attn.sink[...], ratio=ratio, **common)
         else:
             self._compress(attn.indexer.compressor, EntryKind.INDEX_KEY, x)
             with jax.named_scope("indexer"):
                 index_q, weights = attn.indexer.queries(x, c_q, table)
                 chosen = indexer_topk(
-                    self._blocked(index_q),
-                    self._blocked(weights),
+                    index_q,
+                    weights,
                     batch.blocks,
                     self._pages(EntryKind.INDEX_KEY, self.nth),
                     ratio=ratio,
@@ -166,8 +165,8 @@ class _LayerStep:
                 )
             if self.tap is not None:
                 self.tap("index_mask", chosen)
-            o = csa_attention(queries, batch.blocks, window, entries, chosen, attn.sink[...], ratio=ratio, **common)
-        return attn.output(self._packed(o, x.dtype), table)
+            o = csa_attention(q, batch.blocks, window, entries, chosen, attn.sink[...], ratio=ratio, **common)
+        return attn.output(o.astype(x.dtype), table)
 
     def _compress(self, compressor: Compressor, kind: EntryKind, x: jax.Array) -> None:
         """Stores the entries of the windows that close in this step, and each row's state after it."""
@@ -211,14 +210,3 @@ class _LayerStep:
     def _pages(self, kind: EntryKind, layer: int | jax.Array) -> Pages:
         table = self.batch.tables[EntryKind.CSA if kind is EntryKind.INDEX_KEY else kind]
         return Pages(self.cache.pools[kind], table, layer, self.num_pages[kind], KV)
-
-    def _blocked(self, x: jax.Array) -> jax.Array:
-        """[T, ...] -> [NB, B, ...]; padding repeats the last token, and what comes of it is not read."""
-        if self.batch.block_token.shape[1] == 1:  # a decode step: block i is token i
-            return x[:, None]
-        return x.at[self.batch.block_token].get(mode="clip")
-
-    def _packed(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """[NB, B, ...] -> [T, ...]."""
-        flat = x.reshape(-1, *x.shape[2:]).astype(dtype)
-        return flat if x.shape[1] == 1 else flat.at[self.batch.token_block].get(mode="clip")

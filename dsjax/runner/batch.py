@@ -16,7 +16,7 @@ from dsjax.runner import sampling
 from dsjax.runner.buckets import Bucket
 from dsjax.runner.sampling import DecodeStep, SamplingBatch, SlotParams
 from dsjax.scheduler.plan import Rows
-from pallas_kernels.blocks import QueryBlocks
+from pallas_kernels.blocks import Packing, QueryBlocks
 from pallas_kernels.cache_write import NOWHERE
 from pallas_kernels.compress import Pieces
 
@@ -342,9 +342,9 @@ def unpack(
         row_slot=a["row_slot"],
         row_position=a["row_position"],
         row_last=a["row_last"],
-        blocks=QueryBlocks(a["block_row"], a["block_position"], a["block_length"]),
-        block_token=a["block_token"],
-        token_block=a["token_block"],
+        blocks=QueryBlocks(
+            a["block_row"], a["block_position"], a["block_length"], Packing(a["block_token"], a["token_block"])
+        ),
         window_slot=a["window_slot"],
         tables={kind: a[f"{kind.value}.table"] for kind in layout.spec.pool_kinds},
         pieces=pieces,

@@ -11,12 +11,12 @@ from pallas_kernels import chosen as masks
 from pallas_kernels import gpu_attention, native_attention, tpu_attention
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.csa_attention import reference
-from pallas_kernels.swa_attention.api import check_shapes, finish
+from pallas_kernels.swa_attention.api import check_shapes, finish, of_packed
 from pallas_kernels.target import CPU, Target
 
 
 def csa_attention(
-    q: jax.Array,  # [NB, B, N, H]
+    q: jax.Array,  # [NB, B, N, H], or [T, N, H] where blocks have a packing
     blocks: QueryBlocks,
     window_pages: Pages,
     entry_pages: Pages,
@@ -28,7 +28,7 @@ def csa_attention(
     ratio: int,
     scale: float,
     target: Target = CPU,
-) -> jax.Array:  # [NB, B, sinks, H] float32, or what is rounded from it to q's type
+) -> jax.Array:  # q's shape, of N those that have sinks; float32, or what is rounded from it to q's type
     """A query attends to its window and to its chosen entries. Raises ValueError for shapes that do not fit.
 
     On a GPU with kernels it is one for what `gpu_attention.supports`, on a CPU for what `native_attention.supports`,
@@ -36,12 +36,20 @@ def csa_attention(
     """
     check_shapes("csa_attention", q, blocks, window_pages, sink)
     check_shapes("csa_attention", q, blocks, entry_pages, sink)
-    if chosen.ndim != (2 if q.shape[1] == 1 else 3):
-        raise ValueError(f"csa_attention: chosen {chosen.shape} must be indices for B=1 and a mask for B={q.shape[1]}")
+    block = blocks.tokens(q).shape[1]
+    if chosen.ndim != (2 if block == 1 else 3):
+        raise ValueError(f"csa_attention: chosen {chosen.shape} must be indices for B=1 and a mask for B={block}")
+    pages, sizes = (window_pages, entry_pages), {"window": window, "ratio": ratio}
+    if native_attention.supports(q, blocks, pages, target):
+        near = native_attention.window_entries(blocks, block, window_pages, window)
+        far = native_attention.chosen_entries(blocks, entry_pages, chosen)
+        return native_attention.attend(q, blocks, near, far, sink, scale)
+    if blocks.packing is not None:
+        same: Any = {**sizes, "scale": scale, "target": target}
+        return of_packed(lambda q, blocks: csa_attention(q, blocks, *pages, chosen, sink, **same), q, blocks)
     has_kernel = tpu_attention.supports([window_pages, entry_pages], target)
     if chosen.ndim == 3 and chosen.dtype != jnp.bool_ and not has_kernel:
-        chosen = masks.unpack(chosen, q.shape[1], entry_pages.max_entries)
-    pages, sizes = (window_pages, entry_pages), {"window": window, "ratio": ratio}
+        chosen = masks.unpack(chosen, block, entry_pages.max_entries)
     kernel: Any = {"scale": scale, "target": target, "partial": entry_pages.count > 1}
     if has_kernel:
         run = tpu_attention.attend(q, blocks, *pages, chosen, sink, **sizes, **kernel)
@@ -51,10 +59,6 @@ def csa_attention(
             gpu_attention.chosen_keys(blocks, entry_pages, ratio, chosen),
         ]
         run = gpu_attention.attend(q, keys, sink, **kernel)
-    elif native_attention.supports(q, list(pages), target):
-        near = native_attention.window_entries(blocks, window_pages, window, q.shape[1])
-        far = native_attention.chosen_entries(blocks, entry_pages, chosen)
-        run = native_attention.attend(q, blocks, near, far, sink, scale)
     else:
         run = reference.csa_attention(q, blocks, *pages, chosen, **sizes, scale=scale)
     return finish(run, q, sink, entry_pages)

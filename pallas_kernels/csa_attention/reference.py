@@ -29,7 +29,7 @@ def csa_attention(
     def attend(blocks: QueryBlocks, q: jax.Array, chosen: jax.Array) -> Running:
         run = attend_window(q, blocks, window_pages, window=window, scale=scale)
         if chosen.ndim == 3:
-            visible = visible_entries(q, blocks, ratio)
+            visible = visible_entries(blocks, q.shape[1], ratio)
             return of_queries(attend_entries(run, q, blocks, entry_pages, visible, chosen, scale), q)
         valid = chosen < entry_pages.max_entries
         keys = entry_pages.read_rows(blocks.row, jnp.where(valid, chosen, 0), valid, q.dtype)

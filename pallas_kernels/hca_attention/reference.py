@@ -28,15 +28,15 @@ def hca_attention(
 
     def attend(blocks: QueryBlocks, q: jax.Array) -> Running:
         run = attend_window(q, blocks, window_pages, window=window, scale=scale)
-        visible = visible_entries(q, blocks, ratio)
+        visible = visible_entries(blocks, q.shape[1], ratio)
         return of_queries(attend_entries(run, q, blocks, entry_pages, visible, None, scale), q)
 
     return by_groups(attend, blocks, q)
 
 
-def visible_entries(q: jax.Array, blocks: QueryBlocks, ratio: int) -> jax.Array:
-    """[NB, B] how many entries each query may use; 0 for padding."""
-    offset = jnp.arange(q.shape[1])
+def visible_entries(blocks: QueryBlocks, block: int, ratio: int) -> jax.Array:
+    """[NB, B] how many entries each of `block` queries may use; 0 for padding."""
+    offset = jnp.arange(block)
     count = jax.lax.div(blocks.position[:, None] + offset + 1, ratio)
     return jnp.where(offset < blocks.length[:, None], count, 0)
 

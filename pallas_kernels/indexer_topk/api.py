@@ -14,8 +14,8 @@ __all__ = ["index_scores", "indexer_topk", "top_k_mask"]
 
 
 def indexer_topk(
-    q: jax.Array,  # [NB, B, HI, dI]
-    weights: jax.Array,  # [NB, B, HI] float32, signed, scales folded in
+    q: jax.Array,  # [NB, B, HI, dI], or [T, HI, dI] where blocks have a packing
+    weights: jax.Array,  # [NB, B, HI] or [T, HI], float32, signed, scales folded in
     blocks: QueryBlocks,
     key_pages: Pages,
     *,
@@ -32,16 +32,25 @@ def indexer_topk(
     own; the scores [NB, B, entries here] are then in memory, on a TPU from the kernel, as they are where there is none.
     Raises ValueError for shapes that do not fit.
     """
-    if q.ndim != 4 or weights.shape != q.shape[:3]:
-        raise ValueError(f"indexer_topk: weights {weights.shape} must be {q.shape[:3]}")
+    if q.ndim != (4 if blocks.packing is None else 3) or weights.shape != q.shape[:-1]:
+        raise ValueError(f"indexer_topk: q {q.shape} must be packed as blocks are and weights {weights.shape} as it is")
     form = key_pages.pool.format
-    if form.width != q.shape[3]:
+    if form.width != q.shape[-1]:
         raise ValueError(f"indexer_topk: keys of {form.width} channels do not fit q {q.shape}")
     q = in_key_basis(q, form)
+    if native.supports(q, blocks, [key_pages], target):
+        token = blocks.tokens(q)
+        flat, flat_weights = q.reshape(-1, *q.shape[-2:]), weights.reshape(-1, weights.shape[-1])
+
+        def scores(blocks: QueryBlocks, token: jax.Array, pages: Pages) -> jax.Array:
+            return native.scores(flat, flat_weights, token, blocks, pages, ratio=ratio)
+
+        return reference.choose(scores, blocks.unpacked(), (token,), key_pages, ratio=ratio, k=k)
+    if blocks.packing is not None:
+        q, weights, blocks = blocks.packing.blocked(q), blocks.packing.blocked(weights), blocks.unpacked()
     if key_pages.max_entries * key_pages.count > k:
         if target.has_tpu_kernels:
             return tpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)
         if gpu_scores.supports(q, key_pages, target):
             return gpu.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, target=target)
-    scores_of = native.scores if native.supports(q, [key_pages], target) else None
-    return reference.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k, scores_of=scores_of)
+    return reference.indexer_topk(q, weights, blocks, key_pages, ratio=ratio, k=k)

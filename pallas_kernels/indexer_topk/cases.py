@@ -63,7 +63,7 @@ def _case(model: str, step: str, shape: Shape, form: str) -> Case:
         target: Target,
         q: jax.Array,
         weights: jax.Array,
-        blocks: tuple[jax.Array, ...],
+        blocks: tuple[jax.Array, jax.Array, jax.Array],
         pool: Pool,
         table: jax.Array,
     ) -> jax.Array:

@@ -18,30 +18,35 @@ from pallas_kernels.native_attention import supports, visible_entries
 __all__ = ["scores", "supports"]
 
 _RUN = 4 * TILE  # keys that a unit scores
+_MASK = 6  # which operand
 _SMALL = 1 << 11  # numbers of a block's queries, below which several units are an item
 
 
-def scores(q: jax.Array, weights: jax.Array, blocks: QueryBlocks, pages: Pages, *, ratio: int) -> jax.Array:
-    """q [NB, B, HI, dI], weights [NB, B, HI] -> [NB, B, max_entries] float32, -inf where not visible."""
-    found = visible_entries(blocks, pages, ratio, q.shape[1])
+def scores(
+    q: jax.Array, weights: jax.Array, token: jax.Array, blocks: QueryBlocks, pages: Pages, *, ratio: int
+) -> jax.Array:
+    """q [T, HI, dI], weights [T, HI], of blocks of tokens [NB, B] -> [NB, B, max_entries] float32, -inf where not
+    visible."""
+    found = visible_entries(blocks, token.shape[1], pages, ratio)
     shape = jax.ShapeDtypeStruct(found.used.shape, jnp.float32)
     first = jnp.asarray(pages.first_entry, jnp.int32).reshape(1)
-    operands = q, weights, blocks.length, pages.pool.values, found.place, found.used, first
+    operands = q, weights, token[:, 0], blocks.length, pages.pool.values, found.place, found.used, first
     return _SCORES(q.dtype, shape, *operands)[..., : pages.max_entries]
 
 
 def _scores(module: ir.Module, name: str, kind: ir.Type) -> None:
-    """q, weights, length [NB], keys [..., dI], places [NB, K] and whether a query sees them [NB, B, K], which of all
-    keys the layer's first one is [1] -> [NB, B, K]. K is a multiple of 16. A unit is a run of a block's keys."""
+    """q, weights, blocks' first tokens and lengths [NB], keys [..., dI], places [NB, K] and whether a query sees them
+    [NB, B, K], which of all keys the layer's first one is [1] -> [NB, B, K]. K is a multiple of 16. A unit is a run of
+    a block's keys."""
 
     def runs(b: Builder, frame: Value) -> Value:
-        return b.udiv(b.add(dim(b, frame, 4, 1), long(_RUN - 1)), long(_RUN))
+        return b.udiv(b.add(dim(b, frame, _MASK, 2), long(_RUN - 1)), long(_RUN))
 
     def num_units(b: Builder, frame: Value) -> Value:
-        return b.mul(dim(b, frame, 0, 0), runs(b, frame))
+        return b.mul(dim(b, frame, _MASK, 0), runs(b, frame))
 
     def size(b: Builder, frame: Value) -> Value:
-        unit = b.mul(b.mul(dim(b, frame, 0, 1), dim(b, frame, 0, 2)), dim(b, frame, 0, 3))
+        unit = b.mul(b.mul(dim(b, frame, _MASK, 1), dim(b, frame, 0, 1)), dim(b, frame, 0, 2))
         return b.add(b.udiv(long(_SMALL), unit), long(1))
 
     def most(b: Builder, frame: Value) -> Value:
@@ -50,8 +55,8 @@ def _scores(module: ir.Module, name: str, kind: ir.Type) -> None:
     words = Words(kind)
     product = Product(module, f"{name}.product", words)
     b, frame, first_unit, last_unit = items(module, name, num_units, size=size, most=most)
-    block, heads, width, count = (dim(b, frame, 0, 1), dim(b, frame, 0, 2), dim(b, frame, 0, 3), dim(b, frame, 4, 1))
-    q, weights, lengths, keys, places, masks, first = (data(b, frame, i) for i in range(7))
+    heads, width, block, count = *(dim(b, frame, 0, i) for i in (1, 2)), *(dim(b, frame, _MASK, i) for i in (1, 2))
+    q, weights, tokens, lengths, keys, places, masks, first = (data(b, frame, i) for i in range(8))
     out = result(b, frame, 0)
     keys = b.element(keys, b.mul(b.sext(b.load(first, typ=INT), LONG), width), kind)
     depth = b.udiv(width, long(words.size))
@@ -61,8 +66,8 @@ def _scores(module: ir.Module, name: str, kind: ir.Type) -> None:
 
     def unit(i: Value) -> None:
         nth, run = b.udiv(i, runs(b, frame)), b.urem(i, runs(b, frame))
-        length = b.sext(b.load(b.element(lengths, nth, INT), typ=INT), LONG)
-        start = b.mul(nth, b.mul(b.mul(block, heads), width))
+        token, length = (b.sext(b.load(b.element(of, nth, INT), typ=INT), LONG) for of in (tokens, lengths))
+        start = b.mul(token, b.mul(heads, width))
 
         def copy(d: Value) -> None:
             x = words.load(b, b.element(q, b.add(start, b.mul(d, long(words.size))), kind))
@@ -97,7 +102,7 @@ def _scores(module: ir.Module, name: str, kind: ir.Type) -> None:
                 pack(b, words, addresses, keys_here, width, columns, None)
 
             def of_query(query: Value) -> None:
-                row = b.add(b.mul(nth, block), query)
+                row, of_token = b.add(b.mul(nth, block), query), b.mul(b.add(token, query), heads)
                 to = b.add(b.mul(row, count), k)
                 with b.if_else(b.and_(used, b.icmp_signed("<", query, length))) as (some, none):
                     with some:
@@ -109,7 +114,7 @@ def _scores(module: ir.Module, name: str, kind: ir.Type) -> None:
                             def add(h: Value, total: Value) -> list[Value]:
                                 at = b.element(products, b.add(b.mul(h, long(TILE)), j), FLOAT)
                                 positive = numbers.largest(b, numbers.constant(0.0), b.vector(at, FLOAT))
-                                factor = b.splat(b.element(weights, b.add(b.mul(row, heads), h), FLOAT))
+                                factor = b.splat(b.element(weights, b.add(of_token, h), FLOAT))
                                 return [b.fused_multiply_add(positive, factor, total)]
 
                             zero = numbers.constant(0.0)

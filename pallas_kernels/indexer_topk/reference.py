@@ -15,32 +15,38 @@ from pallas_kernels.pool import Pool
 
 
 def indexer_topk(
-    q: jax.Array,
-    weights: jax.Array,
+    q: jax.Array, weights: jax.Array, blocks: QueryBlocks, pages: Pages, *, ratio: int, k: int
+) -> jax.Array:
+    """As `api.indexer_topk`, of blocks of queries."""
+
+    def scores(blocks: QueryBlocks, q: jax.Array, weights: jax.Array, pages: Pages) -> jax.Array:
+        return _scores(q, weights, blocks, pages, visible_entries(blocks, q.shape[1], ratio))
+
+    return choose(scores, blocks, (q, weights), pages, ratio=ratio, k=k)
+
+
+def choose(
+    scores_of: Callable[..., jax.Array],
     blocks: QueryBlocks,
+    arrays: tuple[jax.Array, ...],
     pages: Pages,
     *,
     ratio: int,
     k: int,
-    scores_of: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """`scores_of(q, weights, blocks, pages, ratio=ratio)` are the scores where there is a kernel for them."""
-    is_block = q.shape[1] > 1  # of a row's queries, for which the choice is a mask
-    visible = visible_entries(q, blocks, ratio)  # [NB, B]
+    """The choice by scores_of(blocks, *arrays, pages) [NB, B, entries], for arrays [NB, B, ...] of queries."""
+    block = arrays[0].shape[1]
+    is_block = block > 1  # of a row's queries, for which the choice is a mask
     if pages.max_entries * pages.count <= k:
-        return _everything(pages, visible, is_block)
+        return _everything(pages, visible_entries(blocks, block, ratio), is_block)
     if pages.count > 1:
-        return best_of_all(_scores(q, weights, blocks, pages, visible), pages, k)
+        return best_of_all(scores_of(blocks, *arrays, pages), pages, k)
 
-    def choose(blocks: QueryBlocks, q: jax.Array, weights: jax.Array) -> jax.Array:
-        visible = visible_entries(q, blocks, ratio)
+    def of_group(blocks: QueryBlocks, *arrays: jax.Array) -> jax.Array:
+        visible = visible_entries(blocks, arrays[0].shape[1], ratio)
 
         def best(pool: Pool) -> jax.Array:
-            here = pages._replace(pool=pool)
-            if scores_of is not None:
-                scores = scores_of(q, weights, blocks, here, ratio=ratio)
-            else:
-                scores = _scores(q, weights, blocks, here, visible)
+            scores = scores_of(blocks, *arrays, pages._replace(pool=pool))
             if is_block:
                 return top_k_mask(scores, k)
             top, place = jax.lax.top_k(scores[:, 0], k)
@@ -49,7 +55,7 @@ def indexer_topk(
         everything = jnp.max(visible) <= k
         return jax.lax.cond(everything, lambda _: _everything(pages, visible, is_block, k), best, pages.pool)
 
-    return by_groups(choose, blocks, q, weights)
+    return by_groups(of_group, blocks, *arrays)
 
 
 def _everything(pages: Pages, visible: jax.Array, is_block: bool, k: int | None = None) -> jax.Array:

@@ -27,29 +27,29 @@ class Entries(NamedTuple):
     used: jax.Array  # [NB, B, K] bool
 
 
-def supports(q: jax.Array, pages: Sequence[Pages], target: Target) -> bool:
-    """Whether the kernel takes queries [NB, B, N, H] over these pages: entries of floats.
+def supports(q: jax.Array, blocks: QueryBlocks, pages: Sequence[Pages], target: Target) -> bool:
+    """Whether the kernel takes queries [..., N, H] over these pages: entries of floats.
 
     A CPU with matrix units (AMX) multiplies blocks of bfloat16 queries faster by XLA's library.
     """
     return (
         target.has_native_kernels
         and all(p.count == 1 and p.pool.format.name == q.dtype.name and p.pool.format.name in PLAIN for p in pages)
-        and (_takes_floats(q) if q.dtype == jnp.float32 else _takes_bits(q, pages))
+        and (_takes_floats(q) if q.dtype == jnp.float32 else _takes_bits(q, blocks, pages))
     )
 
 
 def _takes_floats(q: jax.Array) -> bool:
-    return q.shape[3] % LANES == 0
+    return q.shape[-1] % LANES == 0
 
 
-def _takes_bits(q: jax.Array, pages: Sequence[Pages]) -> bool:
-    whole = q.shape[3] % (2 * LANES) == 0 and all(p.pool.format.as_bits for p in pages)
-    return whole and (q.shape[1] == 1 or not has_feature("amx-bf16"))
+def _takes_bits(q: jax.Array, blocks: QueryBlocks, pages: Sequence[Pages]) -> bool:
+    whole = q.shape[-1] % (2 * LANES) == 0 and all(p.pool.format.as_bits for p in pages)
+    return whole and (blocks.tokens(q).shape[1] == 1 or not has_feature("amx-bf16"))
 
 
-def window_entries(blocks: QueryBlocks, pages: Pages, window: int, block: int) -> Entries:
-    """Of each query the last `window` positions, its own included."""
+def window_entries(blocks: QueryBlocks, block: int, pages: Pages, window: int) -> Entries:
+    """Of each of `block` queries the last `window` positions, its own included."""
     offset = jnp.arange(window + block - 1)
     position = blocks.position[:, None] + (1 - window) + offset
     query = jnp.arange(block)[:, None]
@@ -57,8 +57,8 @@ def window_entries(blocks: QueryBlocks, pages: Pages, window: int, block: int) -
     return _entries(blocks, pages, jnp.maximum(position, 0), near & (position >= 0)[:, None])
 
 
-def visible_entries(blocks: QueryBlocks, pages: Pages, ratio: int, block: int) -> Entries:
-    """The compressed entries that are complete at each query's position."""
+def visible_entries(blocks: QueryBlocks, block: int, pages: Pages, ratio: int) -> Entries:
+    """The compressed entries that are complete at each position of `block` queries."""
     entry = jnp.arange(pages.max_entries)
     count = jax.lax.div(blocks.position[:, None] + jnp.arange(block) + 1, ratio)
     return _entries(blocks, pages, jnp.broadcast_to(entry, (len(count), len(entry))), entry < count[..., None])
@@ -86,14 +86,17 @@ def _entries(blocks: QueryBlocks, pages: Pages, index: jax.Array, used: jax.Arra
 def attend(
     q: jax.Array, blocks: QueryBlocks, window: Entries, others: Entries | None, sink: jax.Array, scale: float
 ) -> jax.Array:
-    """q [NB, B, N, H] over the entries of both (keys and values in one) and the sinks [N] -> [NB, B, N, H] of q's type,
-    zeros for queries that are not in use. Raises ValueError for a mask that is not of the pages' entries."""
+    """q [..., N, H] over the entries of both (keys and values in one) and the sinks [N] -> q's shape and type. What it
+    has for queries that are not in use means nothing, but after the last one that is come zeros."""
     none = Entries(window.pages, window.place[:, :0], window.used[..., :0])
     arrays, firsts = [], []
     for entries in (window, others or none):
         arrays += [entries.pages.pool.values, entries.place, entries.used]
         firsts.append(jnp.asarray(entries.pages.first_entry, jnp.int32))
-    heads, block = q.shape[2], q.shape[1]
+    heads, token = q.shape[-2], blocks.tokens(q)
+    block = token.shape[1]
     group = max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * block <= _ROWS))
     numbers = jnp.stack(firsts), sink, jnp.full(1, scale, jnp.float32), np.array([group], np.int32)
-    return ATTEND(q.dtype, jax.ShapeDtypeStruct(q.shape, q.dtype), q, blocks.length, *arrays, *numbers)
+    flat = q.reshape(-1, *q.shape[-2:])
+    shape = jax.ShapeDtypeStruct(flat.shape, q.dtype)
+    return ATTEND(q.dtype, shape, flat, token[:, 0], blocks.length, *arrays, *numbers).reshape(q.shape)

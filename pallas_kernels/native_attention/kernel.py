@@ -19,7 +19,8 @@ _ROOM = TILE + LANES  # entries that are noted before a tile of them is taken
 _LINE = 64  # bytes of a cache line
 _SMALL = 1 << 12  # numbers of a unit's queries, below which several units are an item
 _USED = ir.VectorType(INT, LANES)
-Q, LENGTH, POOLS, PLACES, MASKS, FIRSTS, SINK, SCALE, GROUP = 0, 1, (2, 5), (3, 6), (4, 7), 8, 9, 10, 11
+_Q, _TOKEN, _LENGTH, _FIRSTS, _SINK, _SCALE, _GROUP = 0, 1, 2, 9, 10, 11, 12  # operands
+_POOLS, _PLACES, _MASKS = (3, 6), (4, 7), (5, 8)
 
 
 class _Scratch(NamedTuple):
@@ -53,38 +54,40 @@ class _Scratch(NamedTuple):
 
 
 def _attend(module: ir.Module, name: str, kind: ir.Type) -> None:
-    """q [NB, B, N, H], length [NB], of two pools the entries [..., H], the places [NB, K] of those that a block may use
-    and which query uses them [NB, B, K] with K a multiple of 16, which of all entries the layer's first ones are [2],
-    sink [N], scale [1], heads of a unit [1] -> [NB, B, N, H]. A unit is a group of heads of a block.
+    """q [T, N, H], first tokens and lengths of blocks [NB], of two pools the entries [..., H], the places [NB, K] of
+    those that a block may use and which query uses them [NB, B, K] with K a multiple of 16, which of all entries the
+    layer's first ones are [2], sink [N], scale [1], heads of a unit [1] -> [T, N, H]. A unit is a group of heads of a
+    block.
     """
 
     def group_of(b: Builder, frame: Value) -> Value:
-        return b.sext(b.load(data(b, frame, GROUP), typ=INT), LONG)
+        return b.sext(b.load(data(b, frame, _GROUP), typ=INT), LONG)
 
     def num_units(b: Builder, frame: Value) -> Value:
-        return b.mul(dim(b, frame, Q, 0), b.udiv(dim(b, frame, Q, 2), group_of(b, frame)))
+        return b.mul(dim(b, frame, _LENGTH, 0), b.udiv(dim(b, frame, _Q, 1), group_of(b, frame)))
 
     def size(b: Builder, frame: Value) -> Value:
-        unit = b.mul(b.mul(dim(b, frame, Q, 1), group_of(b, frame)), dim(b, frame, Q, 3))
+        unit = b.mul(b.mul(dim(b, frame, _MASKS[0], 1), group_of(b, frame)), dim(b, frame, _Q, 2))
         return b.add(b.udiv(long(_SMALL), unit), long(1))
 
     words = Words(kind)
     take = _take(module, f"{name}.take", words)
     b, frame, first, stop = items(module, name, num_units, size=size, most=lambda b, f: b.smaller(size(b, f), long(2)))
-    block, heads, width = (dim(b, frame, Q, i) for i in (1, 2, 3))
+    num_blocks, block = (dim(b, frame, _MASKS[0], i) for i in (0, 1))
+    tokens, heads, width = (dim(b, frame, _Q, i) for i in (0, 1, 2))
     group = group_of(b, frame)
-    q, lengths, firsts, sink = (data(b, frame, i) for i in (Q, LENGTH, FIRSTS, SINK))
-    out, scale = result(b, frame, 0), data(b, frame, SCALE)
+    q, starts, lengths, firsts, sink = (data(b, frame, i) for i in (_Q, _TOKEN, _LENGTH, _FIRSTS, _SINK))
+    out, scale = result(b, frame, 0), data(b, frame, _SCALE)
     groups = b.udiv(heads, group)
     scratch = _Scratch.of(b, block, b.mul(block, group), width)
 
     def unit(i: Value) -> None:
         nth, head = b.udiv(i, groups), b.mul(b.urem(i, groups), group)
-        length = b.sext(b.load(b.element(lengths, nth, INT), typ=INT), LONG)
+        token, length = (b.sext(b.load(b.element(of, nth, INT), typ=INT), LONG) for of in (starts, lengths))
         of_query = b.mul(group, width)  # numbers
 
         def at(query: Value) -> Value:
-            return b.mul(b.add(b.mul(b.add(b.mul(nth, block), query), heads), head), width)
+            return b.mul(b.add(b.mul(b.add(token, query), heads), head), width)
 
         def begin(query: Value) -> None:
             start, to = at(query), b.mul(query, b.udiv(of_query, long(words.size)))
@@ -108,10 +111,10 @@ def _attend(module: ir.Module, name: str, kind: ir.Type) -> None:
         of_block = [length, group, width, scale]
         for nth_pool in range(2):
             begins = b.sext(b.load(b.element(firsts, long(nth_pool), INT), typ=INT), LONG)
-            pool = b.element(data(b, frame, POOLS[nth_pool]), b.mul(begins, width), kind)
-            count = dim(b, frame, PLACES[nth_pool], 1)
-            places = b.element(data(b, frame, PLACES[nth_pool]), b.mul(nth, count), INT)
-            masks = b.element(data(b, frame, MASKS[nth_pool]), b.mul(b.mul(nth, block), count), BYTE)
+            pool = b.element(data(b, frame, _POOLS[nth_pool]), b.mul(begins, width), kind)
+            count = dim(b, frame, _PLACES[nth_pool], 1)
+            places = b.element(data(b, frame, _PLACES[nth_pool]), b.mul(nth, count), INT)
+            masks = b.element(data(b, frame, _MASKS[nth_pool]), b.mul(b.mul(nth, block), count), BYTE)
             _note(b, scratch, _Part(pool, kind, places, masks, count), take, of_block)
         with b.if_then(b.icmp_signed(">", b.load(scratch.count, typ=LONG), long(0))):
             b.call(take, [*scratch, *of_block])
@@ -134,13 +137,20 @@ def _attend(module: ir.Module, name: str, kind: ir.Type) -> None:
 
         each(b, rows, finish)
 
-        def silence(query: Value) -> None:
-            def none(d: Value) -> None:
-                numbers.store(b, numbers.constant(0.0), b.element(out, b.add(at(query), d), kind), kind)
+        with b.if_then(b.icmp_signed("==", i, long(0))):
 
-            each(b, of_query, none, LANES)
+            def last(j: Value, end: Value) -> list[Value]:
+                start, count = (b.sext(b.load(b.element(of, j, INT), typ=INT), LONG) for of in (starts, lengths))
+                stop = b.select(b.icmp_signed(">", count, long(0)), b.add(start, count), end)
+                return [b.select(b.icmp_signed(">", stop, end), stop, end)]
 
-        b.loop(length, lambda query: b.icmp_signed("<", query, block), 1, silence)
+            _, (end,) = b.loop(long(0), lambda j: b.icmp_signed("<", j, num_blocks), 1, last, [long(0)])
+            of_token = b.mul(heads, width)
+
+            def silence(d: Value) -> None:
+                numbers.store(b, numbers.constant(0.0), b.element(out, d, kind), kind)
+
+            b.loop(b.mul(end, of_token), lambda d: b.icmp_signed("<", d, b.mul(tokens, of_token)), LANES, silence)
 
     b.loop(first, lambda i: b.icmp_signed("<", i, stop), 1, unit)
     b.ret_void()

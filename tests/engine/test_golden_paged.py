@@ -217,7 +217,11 @@ def test_inner_tensors(folder):
         streams, _ = paged.forward(model, batch, streams, cache, num_pages, taps.__setitem__)
         model.logits(streams, taps.__setitem__)
         taps["embed"] = model.embed(batch.token_ids)
-        masks = {n: v.reshape(-1, v.shape[2])[batch.token_block] for n, v in taps.items() if n.endswith("index_mask")}
+        masks = {
+            n: v.reshape(-1, v.shape[2])[batch.blocks.packing.place]
+            for n, v in taps.items()
+            if n.endswith("index_mask")
+        }
         return {**taps, **masks}, {kind: pieces.row for kind, pieces in batch.pieces.items()}
 
     taps, piece_rows = jax.tree.map(np.asarray, run(state, cache, host.ints, host.floats))

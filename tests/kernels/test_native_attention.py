@@ -58,7 +58,7 @@ def in_use(x: jax.Array, blocks: QueryBlocks) -> np.ndarray:
 def test_blocks_equal_the_reference(heads, width, block, dtype, atol):
     q, blocks, pages = rows(9, heads, width, dtype, epp=16, block=block)
     sink = jnp.linspace(-1, 2, heads)
-    assert supports(q, [pages, pages], NATIVE)
+    assert supports(q, blocks, [pages, pages], NATIVE)
     want, got = (
         hca_attention(q, blocks, pages, pages, sink, window=20, ratio=3, scale=width**-0.5, target=target)
         for target in (CPU, NATIVE)
@@ -98,12 +98,17 @@ def test_chosen_entries_of_a_block(dtype, atol):
     np.testing.assert_allclose(np.asarray(got, np.float32), in_use(want, blocks), atol=atol)
 
 
+def scores(q: jax.Array, weights: jax.Array, blocks: QueryBlocks, pages: Pages) -> jax.Array:
+    flat = q.reshape(-1, *q.shape[2:]), weights.reshape(-1, weights.shape[-1])
+    return index.scores(*flat, blocks.tokens(q), blocks, pages, ratio=1)
+
+
 @pytest.mark.parametrize("block", [1, 16])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_scores_equal_plain_ones(dtype, block):
     q, blocks, pages = rows(5, 8, 32, dtype, epp=64, block=block)  # 384 keys: more than a run of them
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(5, block, 8)), jnp.float32)
-    got = index.scores(q, weights, blocks, pages, ratio=1)
+    got = scores(q, weights, blocks, pages)
     keys = pages.read_pages(blocks.row, jnp.int32(0), 6, dtype)
     want = jax.vmap(index_scores)(q, weights, keys)
     query = jnp.arange(block)[:, None]
@@ -119,12 +124,12 @@ def test_what_was_never_written_shows_where_it_is_read():
     pages = pages._replace(pool=pool)
     got = swa_attention(q, blocks, pages, jnp.zeros(4), window=8, scale=0.25, target=NATIVE)
     assert np.isnan(got[0]).any() and np.isfinite(got[1]).all()
-    scores = np.asarray(index.scores(q, jnp.ones((2, 1, 4)), blocks, pages, ratio=1))
-    assert np.isnan(scores[0, 0]).sum() == 1 and not np.isnan(scores[1]).any()
+    found = np.asarray(scores(q, jnp.ones((2, 1, 4)), blocks, pages))
+    assert np.isnan(found[0, 0]).sum() == 1 and not np.isnan(found[1]).any()
 
 
 def test_what_it_takes():
-    q, _, pages = rows(2, 4, 16, jnp.float32)
-    assert supports(q, [pages], NATIVE) and not supports(q, [pages], CPU)
-    assert not supports(q[..., :8], [pages], NATIVE)
-    assert not supports(q.astype(jnp.bfloat16), [pages], NATIVE)
+    q, blocks, pages = rows(2, 4, 16, jnp.float32)
+    assert supports(q, blocks, [pages], NATIVE) and not supports(q, blocks, [pages], CPU)
+    assert not supports(q[..., :8], blocks, [pages], NATIVE)
+    assert not supports(q.astype(jnp.bfloat16), blocks, [pages], NATIVE)
