@@ -86,8 +86,8 @@ def _entries(blocks: QueryBlocks, pages: Pages, index: jax.Array, used: jax.Arra
 def attend(
     q: jax.Array, blocks: QueryBlocks, window: Entries, others: Entries | None, sink: jax.Array, scale: float
 ) -> jax.Array:
-    """q [..., N, H] over the entries of both (keys and values in one) and the sinks [N] -> q's shape and type. What it
-    has for queries that are not in use means nothing, but after the last one that is come zeros."""
+    """q [..., N, H] over the entries of both (keys and values in one) and the sinks [N] -> q's shape and type, zeros
+    for queries that are not in use. Packed ones are one after the other, those in use first."""
     none = Entries(window.pages, window.place[:, :0], window.used[..., :0])
     arrays, firsts = [], []
     for entries in (window, others or none):
@@ -99,4 +99,7 @@ def attend(
     numbers = jnp.stack(firsts), sink, jnp.full(1, scale, jnp.float32), np.array([group], np.int32)
     flat = q.reshape(-1, *q.shape[-2:])
     shape = jax.ShapeDtypeStruct(flat.shape, q.dtype)
-    return ATTEND(q.dtype, shape, flat, token[:, 0], blocks.length, *arrays, *numbers).reshape(q.shape)
+    out = ATTEND(q.dtype, shape, flat, token[:, 0], blocks.length, *arrays, *numbers).reshape(q.shape)
+    if blocks.packing is not None:
+        return out
+    return jnp.where((jnp.arange(block) < blocks.length[:, None])[..., None, None], out, 0)
