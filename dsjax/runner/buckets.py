@@ -46,10 +46,10 @@ class Buckets:
 
     def __init__(self, config: SchedulerConfig, min_rows: int = 1):
         """`min_rows` > 1 where a one-row matmul is slow: bfloat16 on XLA's CPU takes a scalar path."""
-        self.decode = [Bucket(rows, rows, 1) for rows in _ladder(min_rows, max(config.max_num_seqs, min_rows), 2)]
+        self.decode = [Bucket(rows, rows, 1) for rows in ladder(min_rows, max(config.max_num_seqs, min_rows), 2)]
         self.mixed = sorted(
             Bucket(tokens, rows, min(BLOCK_QUERIES, tokens))
-            for tokens in _ladder(min(16, config.max_num_batched_tokens), config.max_num_batched_tokens, 4)
+            for tokens in ladder(min(16, config.max_num_batched_tokens), config.max_num_batched_tokens, 4)
             for rows in {min(rows, tokens) for rows in _few_or_many(config.max_num_seqs)}
         )
 
@@ -74,7 +74,7 @@ def _few_or_many(max_num_seqs: int) -> tuple[int, ...]:
     return (8, max_num_seqs) if max_num_seqs > 16 else (max_num_seqs,)
 
 
-def _ladder(low: int, high: int, factor: int) -> list[int]:
+def ladder(low: int, high: int, factor: int) -> list[int]:
     """low, low * factor, ... and high."""
     steps = []
     while low < high:

@@ -27,7 +27,7 @@ from dsjax.cache.state import CacheState
 from dsjax.config import ModelConfig, SchedulerConfig
 from dsjax.runner import sampling, step
 from dsjax.runner.batch import Layout, pack
-from dsjax.runner.buckets import Bucket, Buckets
+from dsjax.runner.buckets import Bucket, Buckets, ladder
 from dsjax.runner.compiles import COMPILES
 from dsjax.runner.output import DeviceOutput, Sent, StepOutput
 from dsjax.runner.padding import Padding
@@ -110,10 +110,11 @@ class Runner:
 
     # --- compiling -----------------------------------------------------------------------------
 
-    @property
-    def copy_sizes(self) -> tuple[int, int]:
-        """Copies of a kind that one call does: few in most plans; never more than three a row slot."""
-        return 4, max(8, 3 * self.spec.num_slots)
+    @functools.cached_property
+    def copy_sizes(self) -> list[int]:
+        """Copies of a kind that one call does, never more than three a row slot. A call moves as many pages as it has
+        places for, so the sizes are close."""
+        return ladder(4, max(8, 3 * self.spec.num_slots), 4)
 
     @property
     def copy_kinds(self) -> tuple[EntryKind, ...]:
