@@ -39,7 +39,10 @@ def matmul(x: jax.Array, weights: jax.Array, precision: jax.lax.Precision | None
     num_rows = x.size // (k * math.prod(groups))
     fits = x.dtype == weights.dtype and native.supports(weights)
     few = num_rows <= _MOST_ROWS[native.is_fast_for_many(weights.dtype)]
-    if not (fits and few and traced_target().has_native_kernels):
+    on_host = traced_target().has_native_kernels
+    if not (fits and few and on_host):
+        if groups and on_host and x.dtype == jnp.bfloat16:  # XLA's CPU would widen all of x and the weights at once
+            return jnp.stack([matmul(*of_group, precision) for of_group in zip(x, weights, strict=True)])
         return jnp.matmul(x, weights, preferred_element_type=jnp.float32, precision=precision)
     starts = np.arange(0, x.size // k + 1, num_rows, dtype=np.int32)
     out = native.grouped_product(x.reshape(-1, k), weights.reshape(-1, k, n), starts)

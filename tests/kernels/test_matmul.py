@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,3 +78,19 @@ def test_rows_may_have_several_axes():
     x = jnp.stack([x, -x, 2 * x])
     want = np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
     np.testing.assert_allclose(compiled(x, weights)(x, weights), want, atol=1e-4)
+
+
+def test_groups_of_bfloat16_are_not_widened():
+    """Where groups come out of a transposition, as they do in the model, XLA's CPU made float32 copies of all of them
+    and of the weights, which took longer than the products."""
+    x, weights = operands(200, 32, 48, jnp.bfloat16, (3,))
+
+    def run(x, weights):
+        with traced_for(HERE):
+            return matmul(x.transpose(1, 0, 2), weights).transpose(1, 0, 2)
+
+    program = jax.jit(run).lower(x.transpose(1, 0, 2), weights).compile()
+    wide = r"= f32\[(3,32,48|3,200,32|200,3,32)\]\S* fusion\("
+    assert not re.findall(wide, program.as_text() or "")
+    got = np.asarray(program(x.transpose(1, 0, 2), weights)).transpose(1, 0, 2)
+    np.testing.assert_allclose(got, np.asarray(x, np.float64) @ np.asarray(weights, np.float64), rtol=1e-3, atol=1e-3)
