@@ -58,10 +58,10 @@ def _case(kind: str, model: str, shape: Shape, step: str, form: str) -> Case:
     places = shape.context // (ratio * epp)
     entries = EntryFormat(form, WIDTH, ROPE)
     blocks = _blocks(shape, block)
-    num_blocks = len(blocks.row)
+    num_blocks = len(blocks[0])
     arrays: dict[str, Any] = {
         "q": array(shape.dtype, num_blocks, block, shape.heads, WIDTH),
-        "blocks": tuple(blocks),
+        "blocks": blocks,
         "window_pool": PoolShape(entries, shape.layers * num_pages, 64),
         "window_table": _table(rows, 36, num_pages),
         "sink": array(jnp.float32, shape.heads),
@@ -98,14 +98,14 @@ def _case(kind: str, model: str, shape: Shape, step: str, form: str) -> Case:
     return Case(name=f"{kind}_attention {model} {step} {form}", call=call, arrays=arrays)
 
 
-def _blocks(shape: Shape, block: int) -> QueryBlocks:
-    """The step is at the end of each row's context."""
+def _blocks(shape: Shape, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, positions and lengths. The step is at the end of each row's context."""
     used = 1 if block == 1 else 2  # blocks of a row; in prefill there is a third that is empty
     num_blocks = shape.rows if block == 1 else 3 * shape.rows
     number = np.arange(num_blocks, dtype=np.int32) // shape.rows  # of its row's blocks
     position = shape.context - block * (used - number)
     length = np.where(number < used, block, 0).astype(np.int32)
-    return QueryBlocks(np.arange(num_blocks, dtype=np.int32) % shape.rows, position.astype(np.int32), length)  # type: ignore[arg-type]
+    return np.arange(num_blocks, dtype=np.int32) % shape.rows, position.astype(np.int32), length
 
 
 def _chosen(shape: Shape, num_blocks: int, entries: int) -> np.ndarray:
