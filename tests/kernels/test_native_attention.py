@@ -117,6 +117,15 @@ def test_scores_equal_plain_ones(dtype, block):
     np.testing.assert_allclose(got, jnp.where(visible, want, -jnp.inf), rtol=1e-4, atol=1e-4)
 
 
+def test_scores_of_the_first_query_of_longer_blocks():
+    """Groups of single queries may begin among blocks of several: the others' queries are not to be touched."""
+    q, blocks, pages = rows(40, 8, 32, jnp.float32, epp=64, block=16)
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(40, 16, 8)), jnp.float32)
+    flat, token = (q.reshape(-1, 8, 32), weights.reshape(-1, 8)), blocks.tokens(q)
+    got = index.scores(*flat, token[:, :1], blocks, pages, ratio=1)
+    np.testing.assert_array_equal(got[:, 0], index.scores(*flat, token, blocks, pages, ratio=1)[:, 0])
+
+
 def test_what_was_never_written_shows_where_it_is_read():
     q, blocks, pages = rows(2, 4, 16, jnp.float32)
     page, entry = pages.table[0, blocks.position[0] // 8], blocks.position[0] % 8
