@@ -41,7 +41,8 @@ def by_groups(body: Callable[..., Out], blocks: QueryBlocks, *arrays: jax.Array)
             def cut(x: jax.Array) -> jax.Array:
                 return jax.lax.dynamic_slice_in_dim(x, at, GROUP_BLOCKS)
 
-            here = QueryBlocks(cut(blocks.row), cut(blocks.position), cut(blocks.length))
+            # A group may begin among blocks of more queries, of which only the first is taken then.
+            here = QueryBlocks(cut(blocks.row), cut(blocks.position), jnp.minimum(cut(blocks.length), num_queries))
             part = body(here, *(cut(x)[:, :num_queries] for x in arrays))
             return jax.tree.map(lambda x, p: jax.lax.dynamic_update_slice(x, p, (at, *[0] * (x.ndim - 1))), out, part)
 

@@ -12,10 +12,22 @@ from typing import Any, Protocol
 from llvmlite import ir
 
 from pallas_kernels.native import numbers
-from pallas_kernels.native.emit import FLOAT, HALF, INT, LANES, LONG, POINTER, VECTOR, VOID, Builder, Value, long
-from pallas_kernels.native.machine_code import has_feature
-
-_LINE = 64  # bytes of a cache line
+from pallas_kernels.native.emit import (
+    FLOAT,
+    HALF,
+    INT,
+    LANES,
+    LINE,
+    LONG,
+    POINTER,
+    VECTOR,
+    Builder,
+    Value,
+    internal,
+    long,
+    size_of,
+)
+from pallas_kernels.native.machine_code import in_pairs
 
 
 class Multiply(Protocol):
@@ -69,8 +81,7 @@ class InPairs:
             lines = [b.load(b.element(row, long(start), kind), align=2, typ=line) for row in rows]
             upper, lower = lines if len(lines) == 2 else (lines[0], ir.Constant(line, None))
             for left in range(0, width, LANES):
-                lanes = [of + i for i in range(left, left + LANES) for of in (0, width)]
-                found.append(b.bitcast(numbers.pick(b, upper, lanes, lower), VECTOR))
+                found.append(numbers.interleaved(b, upper, lower, left))
         return found
 
     def factor(self, b: Builder, x: Value, num_rows: int, kind: ir.Type) -> Value:
@@ -83,13 +94,13 @@ class InPairs:
 
 def best(kind: ir.Type) -> Multiply:
     """On this CPU, for x and weights of a kind."""
-    return InPairs() if kind is HALF and has_feature("avx512bf16") else Singly()
+    return InPairs() if in_pairs(kind) else Singly()
 
 
 def pack(module: ir.Module, vectors: int, kind: ir.Type, multiply: Multiply, size: int) -> ir.Function:
     """void pack(weights, packed, depth, strips, N): strips of `vectors` vectors of columns of `depth` rows, which are
     read in the order of memory; a strip has room for `size` vectors."""
-    function = _function(module, "pack", [POINTER, POINTER, LONG, LONG, LONG])
+    function = internal(module, "pack", [POINTER, POINTER, LONG, LONG, LONG])
     b = Builder(function)
     weights, packed, depth, strips, n = function.args
 
@@ -98,7 +109,7 @@ def pack(module: ir.Module, vectors: int, kind: ir.Type, multiply: Multiply, siz
             rows = _rows(b, b.element(weights, b.mul(s, long(vectors * LANES)), kind), i, num_rows, n, kind)
             to = b.element(packed, b.mul(s, long(size)), VECTOR)
             for v, column in enumerate(multiply.columns(b, rows, vectors, kind)):
-                b.store(column, _packed(b, to, i, v, vectors, multiply), align=_LINE)
+                b.store(column, _packed(b, to, i, v, vectors, multiply), align=LINE)
 
         b.loop(long(0), lambda s: b.icmp_signed("<", s, strips), 1, strip)
 
@@ -113,10 +124,10 @@ def block(
     """void block(x, weights, ahead, out, depth, K, N, is_first): adds `depth` products of `rows` rows to the sums of
     `vectors` vectors of columns, which are zero at first. Asks for the weights at `ahead`, as many in place."""
     name = f"block.{rows}.{vectors}.{'packed' if is_packed else 'in_place'}"
-    function = _function(module, name, [POINTER] * 4 + [LONG] * 3 + [ir.IntType(1)])
+    function = internal(module, name, [POINTER] * 4 + [LONG] * 3 + [ir.IntType(1)])
     b = Builder(function)
     x, weights, ahead, out, depth, k, n, is_first = function.args
-    size = 4 if kind is FLOAT else 2
+    size = size_of(kind)
     places = [
         b.element(out, b.add(b.mul(n, long(r)), long(v * LANES)), FLOAT) for r in range(rows) for v in range(vectors)
     ]
@@ -125,11 +136,11 @@ def block(
         if not is_packed:
             return multiply.columns(b, _rows(b, weights, i, num_rows, n, kind), vectors, kind)
         packed = [_packed(b, weights, i, v, vectors, multiply) for v in range(vectors)]
-        return [b.load(column, align=_LINE, typ=VECTOR) for column in packed]
+        return [b.load(column, align=LINE, typ=VECTOR) for column in packed]
 
     def step(i: Value, *sums: Value, num_rows: int) -> list[Value]:
         for row in _rows(b, ahead, i, num_rows, n, kind):
-            for offset in range(0, vectors * LANES * size, _LINE):
+            for offset in range(0, vectors * LANES * size, LINE):
                 b.prefetch(b.element(row, long(offset // size), kind))
         columns = columns_of(i, num_rows)
         new = []
@@ -143,13 +154,6 @@ def block(
     for value, place in zip(_steps(b, depth, multiply, step, before), places, strict=True):
         b.store(value, place, align=4)
     b.ret_void()
-    return function
-
-
-def _function(module: ir.Module, name: str, arguments: Sequence[ir.Type]) -> ir.Function:
-    function = ir.Function(module, ir.FunctionType(VOID, arguments), name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
     return function
 
 

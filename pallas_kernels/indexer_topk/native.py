@@ -29,9 +29,8 @@ def scores(
     visible."""
     found = visible_entries(blocks, token.shape[1], pages, ratio)
     shape = jax.ShapeDtypeStruct(found.used.shape, jnp.float32)
-    length = jnp.minimum(blocks.length, token.shape[1])  # of a block only the first queries may be asked for
     first = jnp.asarray(pages.first_entry, jnp.int32).reshape(1)
-    operands = q, weights, token[:, 0], length, pages.pool.values, found.place, found.used, first
+    operands = q, weights, token[:, 0], blocks.length, pages.pool.values, found.place, found.used, first
     return _SCORES(q.dtype, shape, *operands)[..., : pages.max_entries]
 
 

@@ -34,6 +34,22 @@ class _BFloat(ir.Type):
 _PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
+LINE = 64  # bytes of a cache line
+
+
+def size_of(kind: ir.Type) -> int:
+    """Bytes of a number."""
+    return {FLOAT: 4, HALF: 2}[kind]
+
+
+def internal(module: ir.Module, name: str, arguments: Sequence[ir.Type]) -> ir.Function:
+    """A function without a result that an operation calls: it stays one, so that it has all registers."""
+    function = ir.Function(module, ir.FunctionType(VOID, arguments), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    return function
+
+
 def long(value: int) -> ir.Constant:
     return ir.Constant(LONG, value)
 

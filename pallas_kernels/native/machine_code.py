@@ -26,6 +26,11 @@ def has_feature(name: str) -> bool:
     return binding.get_host_cpu_features().get(name, False)
 
 
+def in_pairs(kind: ir.Type) -> bool:
+    """Whether this CPU multiplies numbers of a kind in pairs, see `Builder.add_products_of_pairs`."""
+    return kind is HALF and has_feature("avx512bf16")
+
+
 class Operation:
     """An operation on float32 and on bfloat16."""
 

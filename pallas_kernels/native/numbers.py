@@ -62,6 +62,12 @@ def totals(b: Builder, vectors: Sequence[Value]) -> Value:
     return vectors[0]
 
 
+def interleaved(b: Builder, x: Value, y: Value, first: int) -> Value:
+    """Of two vectors of bfloat16 numbers (`HALF`), 16 pairs of x and y from number `first` on, as a vector of words."""
+    other = x.type.count
+    return b.bitcast(pick(b, x, [of + i for i in range(first, first + LANES) for of in (0, other)], y), VECTOR)
+
+
 def transposed(b: Builder, vectors: Sequence[Value]) -> list[Value]:
     """Of 16 vectors, the i-th numbers as the i-th vector."""
     found = list(vectors)

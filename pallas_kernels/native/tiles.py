@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from pallas_kernels.native import numbers
-from pallas_kernels.native.emit import FLOAT, HALF, LANES, LONG, POINTER, VECTOR, VOID, Builder, Value, long
-from pallas_kernels.native.machine_code import has_feature
+from pallas_kernels.native.emit import FLOAT, HALF, LANES, LONG, POINTER, VECTOR, Builder, Value, internal, long
+from pallas_kernels.native.machine_code import in_pairs
 
 TILE = STRIP = 64  # entries; words
 _BLOCKS = (6, 4, 2, 1)  # rows that are multiplied at once: 6 x 4 vectors of sums are in registers
@@ -32,7 +32,7 @@ class Words:
     @property
     def size(self) -> int:
         """Numbers of a word."""
-        return 2 if self.kind is HALF and has_feature("avx512bf16") else 1
+        return 2 if in_pairs(self.kind) else 1
 
     def load(self, b: Builder, address: Value) -> Value:
         """16 words: numbers widened to floats, or pairs as they are."""
@@ -52,9 +52,7 @@ class Words:
         found = []
         for i in range(0, LANES, 2):
             pair = [b.bitcast(x, _PAIR) for x in entries[i : i + 2]]
-            for start in (0, LANES):
-                lanes = [lane for k in range(start, start + LANES) for lane in (k, k + 2 * LANES)]
-                found.append((i // 2, start, b.bitcast(numbers.pick(b, pair[0], lanes, pair[1]), VECTOR)))
+            found += [(i // 2, start, numbers.interleaved(b, pair[0], pair[1], start)) for start in (0, LANES)]
         return found
 
 
@@ -134,9 +132,7 @@ def _fits(b: Builder, size: int, stop: Value) -> Callable[[Value], Value]:
 def _block(module: ir.Module, name: str, words: Words, rows: int, vectors: int) -> ir.Function:
     """void block(x, y, out, length of x's and out's rows, depth, factors, whether there are factors)"""
     kinds = [POINTER, POINTER, POINTER, LONG, LONG, LONG, POINTER, ir.IntType(1)]
-    function = ir.Function(module, ir.FunctionType(VOID, kinds), name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
+    function = internal(module, name, kinds)
     b = Builder(function)
     x, y, out, x_row, out_row, depth, factors, keeps = function.args
     places = [

@@ -8,7 +8,21 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from pallas_kernels.native import numbers
-from pallas_kernels.native.emit import BYTE, FLOAT, INT, LANES, LONG, POINTER, VECTOR, VOID, Builder, Value, long
+from pallas_kernels.native.emit import (
+    BYTE,
+    FLOAT,
+    INT,
+    LANES,
+    LINE,
+    LONG,
+    POINTER,
+    VECTOR,
+    Builder,
+    Value,
+    internal,
+    long,
+    size_of,
+)
 from pallas_kernels.native.entries import each, fill, not_all_zero, room, used_by_any
 from pallas_kernels.native.machine_code import Operation
 from pallas_kernels.native.operands import data, dim, items, result
@@ -16,7 +30,6 @@ from pallas_kernels.native.tiles import STRIP, TILE, Product, Words, pack
 
 _FLOOR = -1e30  # the maximum before any entry
 _ROOM = TILE + LANES  # entries that are noted before a tile of them is taken
-_LINE = 64  # bytes of a cache line
 _SMALL = 1 << 12  # numbers of a unit's queries, below which several units are an item
 _USED = ir.VectorType(INT, LANES)
 _Q, _TOKEN, _LENGTH, _FIRSTS, _SINK, _SCALE, _GROUP = 0, 1, 2, 9, 10, 11, 12  # operands
@@ -166,11 +179,6 @@ class _Part:
     masks: Value  # [B, K] bytes
     count: Value  # K
 
-    @property
-    def size(self) -> int:
-        """Bytes of a number."""
-        return 4 if self.kind is FLOAT else 2
-
 
 def _note(b: Builder, scratch: _Scratch, part: _Part, take: ir.Function, block: list[Value]) -> None:
     """Notes the entries that a query in use uses, and takes them as soon as there are enough for a tile. `block` is
@@ -190,7 +198,7 @@ def _note(b: Builder, scratch: _Scratch, part: _Part, take: ir.Function, block: 
                     place = b.sext(b.load(b.element(part.places, entry, INT), align=4, typ=INT), LONG)
                     address = b.element(part.pool, b.mul(place, width), part.kind)
                     b.store(address, b.element(scratch.entries, noted, POINTER))
-                    each(b, width, lambda d: b.prefetch(b.element(address, d, part.kind)), _LINE // part.size)
+                    each(b, width, lambda d: b.prefetch(b.element(address, d, part.kind)), LINE // size_of(part.kind))
 
                     def of_query(query: Value) -> None:
                         at = b.element(part.masks, b.add(b.mul(query, part.count), entry), BYTE)
@@ -222,9 +230,7 @@ def _take(module: ir.Module, name: str, words: Words) -> ir.Function:
     """void take(*scratch, queries in use, heads, width, scale): adds the noted entries, at most TILE, to the sums."""
     product = Product(module, f"{name}.product", words)
     kinds = [POINTER] * len(_Scratch._fields) + [LONG, LONG, LONG, POINTER]
-    function = ir.Function(module, ir.FunctionType(VOID, kinds), name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
+    function = internal(module, name, kinds)
     b = Builder(function)
     *scratch, length, group, width, scale = function.args
     s = _Scratch(*scratch)

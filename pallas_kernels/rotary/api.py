@@ -19,10 +19,10 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, eps: float | None = Non
     if native.supports(x, half) and traced_target().has_native_kernels:
         return native.rotate(x, cos, sin, eps)
     cos, sin = (t.reshape(t.shape[0], *[1] * (x.ndim - 2), half) for t in (cos, sin))
-    out = x.astype(jnp.float32) if eps is not None else x
+    out = x.astype(jnp.float32)
     if eps is not None:
-        out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps)
-    pairs = out[..., x.shape[-1] - 2 * half :].astype(jnp.float32).reshape(*x.shape[:-1], half, 2)
+        out *= jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps)
+    pairs = out[..., x.shape[-1] - 2 * half :].reshape(*x.shape[:-1], half, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     turned = jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(*x.shape[:-1], 2 * half)
-    return jnp.concatenate([out[..., : x.shape[-1] - 2 * half].astype(x.dtype), turned.astype(x.dtype)], axis=-1)
+    return jnp.concatenate([out[..., : x.shape[-1] - 2 * half], turned], axis=-1).astype(x.dtype)

@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels.blocks import Pages, QueryBlocks
 from pallas_kernels.csa_attention import csa_attention
 from pallas_kernels.entry_format import EntryFormat
+from pallas_kernels.groups import GROUP_BLOCKS, by_groups
 from pallas_kernels.hca_attention import hca_attention
 from pallas_kernels.indexer_topk import native as index
 from pallas_kernels.indexer_topk.reference import index_scores
@@ -69,7 +70,7 @@ def test_blocks_equal_the_reference(heads, width, block, dtype, atol):
 @pytest.fixture
 def without_pairs(monkeypatch):
     """The code for CPUs that do not multiply pairs of bfloat16 numbers, which this one may."""
-    monkeypatch.setattr(tiles, "has_feature", lambda name: False)
+    monkeypatch.setattr(tiles, "in_pairs", lambda kind: False)
     monkeypatch.setattr(api, "ATTEND", Operation("test.attend", kernel._attend))
     machine_code.register()
 
@@ -120,10 +121,16 @@ def test_scores_equal_plain_ones(dtype, block):
 def test_scores_of_the_first_query_of_longer_blocks():
     """Groups of single queries may begin among blocks of several: the others' queries are not to be touched."""
     q, blocks, pages = rows(40, 8, 32, jnp.float32, epp=64, block=16)
+    several = jnp.arange(40) < 2 * GROUP_BLOCKS  # then 8 of one query, in a group that begins 8 blocks earlier
+    blocks = blocks._replace(length=jnp.where(several, 16, 1))
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(40, 16, 8)), jnp.float32)
     flat, token = (q.reshape(-1, 8, 32), weights.reshape(-1, 8)), blocks.tokens(q)
-    got = index.scores(*flat, token[:, :1], blocks, pages, ratio=1)
-    np.testing.assert_array_equal(got[:, 0], index.scores(*flat, token, blocks, pages, ratio=1)[:, 0])
+
+    def of_group(blocks: QueryBlocks, token: jax.Array) -> jax.Array:
+        return index.scores(*flat, token, blocks, pages, ratio=1)
+
+    got = by_groups(of_group, blocks, token)
+    np.testing.assert_array_equal(got[:, 0], of_group(blocks, token)[:, 0])
 
 
 def test_what_was_never_written_shows_where_it_is_read():
