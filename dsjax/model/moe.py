@@ -13,7 +13,7 @@ from dsjax.config import ModelConfig
 from dsjax.model.exchange import exchange
 from dsjax.model.param import HIGHEST, Buffer, Linear, constant, normal, weight, widen
 from pallas_kernels import collectives
-from pallas_kernels.expert_ffn import Matrices, clamped_swiglu, expert_ffn
+from pallas_kernels.expert_ffn import Matrices, clamped_swiglu, expert_ffn, swiglu
 from pallas_kernels.target import CPU, Target
 
 
@@ -112,8 +112,8 @@ class SharedExpert(nnx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = clamped_swiglu(self.w13(x, jnp.float32), self.config.swiglu_limit)
-        return self.w2(hidden.astype(x.dtype), jnp.float32)
+        hidden = swiglu(self.w13(x, jnp.float32), self.config.swiglu_limit, x.dtype)
+        return self.w2(hidden, jnp.float32)
 
 
 class MoE(nnx.Module):

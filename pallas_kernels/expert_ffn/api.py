@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.expert_ffn import groups, slots
+from pallas_kernels.expert_ffn import groups, native, slots
 from pallas_kernels.expert_ffn.assignments import weighted_sum
 from pallas_kernels.expert_ffn.matrices import Matrices, clamped_swiglu
 from pallas_kernels.grouped_matmul import group_tiles, grouped_matmul
-from pallas_kernels.target import CPU, Target
+from pallas_kernels.target import CPU, Target, traced_target
 
-__all__ = ["Matrices", "clamped_swiglu", "expert_ffn"]
+__all__ = ["Matrices", "clamped_swiglu", "expert_ffn", "swiglu"]
+
+
+def swiglu(gate_up: jax.Array, limit: float, dtype: jnp.dtype) -> jax.Array:
+    """`clamped_swiglu` of gate_up [T, 2F] float32, rounded to `dtype`; in native code what is traced for such a CPU."""
+    rows, both = gate_up.shape
+    if traced_target().has_native_kernels and native.supports(both // 2, dtype):
+        return native.activate(gate_up, np.array([rows], np.int32), limit, dtype)
+    return clamped_swiglu(gate_up, limit).astype(dtype)
 
 
 def expert_ffn(
@@ -45,6 +54,6 @@ def _in_tiles(x, experts, weights, matrices, num_experts, first, num_devices, li
     tiles = tiles._replace(group=tiles.group + first)
     rows = jnp.take(x, tiles.source // experts.shape[1], axis=0, mode="fill", fill_value=0)  # [P, D]
     hidden = grouped_matmul(rows, matrices.w13, tiles, matrices.w13_scale, target)
-    hidden = clamped_swiglu(hidden, limit).astype(x.dtype)
+    hidden = swiglu(hidden, limit, x.dtype)
     out = grouped_matmul(hidden, matrices.w2, tiles, matrices.w2_scale, target)  # [P, D] float32
     return weighted_sum(out, tiles.destination, weights)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.expert_ffn.assignments import tokens_at, weighted_sum
-from pallas_kernels.expert_ffn.matrices import Matrices, clamped_swiglu
-from pallas_kernels.grouped_matmul import native, ranks
+from pallas_kernels.expert_ffn import native
+from pallas_kernels.expert_ffn.matrices import Matrices
+from pallas_kernels.grouped_matmul import native as products
 
 
 def fits(matrices: Matrices) -> bool:
-    """Whether the weights are numbers, of matrices with whole vectors of columns."""
-    return matrices.w13_scale is None and native.supports(matrices.w13) and native.supports(matrices.w2)
+    """Whether the weights are numbers, of matrices with whole vectors of columns and of hidden numbers."""
+    w13, w2 = matrices.w13, matrices.w2
+    numbers = matrices.w13_scale is None and products.supports(w13) and products.supports(w2)
+    return numbers and native.supports(w2.shape[-2], w2.dtype)
 
 
 def in_groups(
@@ -24,13 +25,9 @@ def in_groups(
     first: int | jax.Array,
     limit: float,
 ) -> jax.Array:
-    """Assignments sorted by expert, each expert's rows times its matrices. Sorting is by counting."""
-    flat = experts.reshape(-1)
-    rank, count = ranks(flat, num_experts)
-    starts = jnp.concatenate([jnp.zeros((1,), count.dtype), jnp.cumsum(count)])
-    place = jnp.where(flat < num_experts, starts[flat] + rank, flat.shape[0])
-    rows = x[tokens_at(place, flat.shape[0], experts.shape[1])]
-    hidden = native.grouped_product(rows, matrices.w13, starts, first)
-    hidden = clamped_swiglu(hidden, limit).astype(x.dtype)
-    out = native.grouped_product(hidden, matrices.w2, starts, first)
-    return weighted_sum(out, place, weights)  # what lies past the last expert's rows, unwritten, is nobody's place
+    """Assignments sorted by expert, each expert's rows times its matrices."""
+    starts, place, rows = native.sort(experts, x, num_experts)
+    hidden = products.grouped_product(rows, matrices.w13, starts, first)
+    hidden = native.activate(hidden, starts, limit, x.dtype)
+    out = products.grouped_product(hidden, matrices.w2, starts, first)
+    return native.combine(out, place, weights)  # what lies past the last expert's rows, unwritten, is nobody's place

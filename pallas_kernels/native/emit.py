@@ -127,6 +127,11 @@ class Builder(ir.IRBuilder):
         name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", [self.bitcast(of, _PAIRS) for of in (x, y)]
         return self.call(self.intrinsic(name, VECTOR, [VECTOR, _PAIRS, _PAIRS]), [sums, *pairs])
 
+    def copy(self, to: Value, source: Value, size: Value) -> None:
+        """So many bytes."""
+        function = self.intrinsic("llvm.memcpy.p0.p0.i64", VOID, [POINTER, POINTER, LONG, ir.IntType(1)])
+        self.call(function, [to, source, size, ir.Constant(ir.IntType(1), 0)])
+
     def prefetch(self, address: Value) -> None:
         """Asks for the cache line at an address, which may be anywhere: no fault comes of it."""
         function = self.intrinsic("llvm.prefetch.p0", VOID, [POINTER, INT, INT, INT])

@@ -24,6 +24,10 @@ def result(b: Builder, frame: Value, i: int) -> Value:
     return b.field(b.field(b.field(frame, FRAME_RETS), 8 * i), BUFFER_DATA)
 
 
+def result_dim(b: Builder, frame: Value, i: int, axis: int) -> Value:
+    return b.field(b.field(b.field(b.field(frame, FRAME_RETS), 8 * i), BUFFER_DIMS), 8 * axis, LONG)
+
+
 OfCall = Callable[[Builder, Value], Value]  # (builder, frame): what follows from a call's operands
 
 
