@@ -12,8 +12,9 @@ from dsjax.axes import SHARD
 from dsjax.config import ModelConfig
 from dsjax.model.exchange import exchange
 from dsjax.model.param import HIGHEST, Buffer, Linear, constant, normal, weight, widen
-from pallas_kernels import collectives
+from pallas_kernels import collectives, router
 from pallas_kernels.expert_ffn import Matrices, clamped_swiglu, expert_ffn, swiglu
+from pallas_kernels.matmul import matmul
 from pallas_kernels.target import CPU, Target
 
 
@@ -31,21 +32,18 @@ class Gate(nnx.Module):
             self.bias = constant((config.n_routed_experts,), (None,), 0.0)
         self.config, self.hashed = config, hashed
 
-    def scores(self, x: jax.Array) -> jax.Array:
-        """[T, D] -> sqrt(softplus(logits)) [T, E], float32."""
-        logits = jnp.dot(x.astype(jnp.float32), self.kernel[...], precision=HIGHEST)
-        return jnp.sqrt(jax.nn.softplus(logits))
+    def __call__(
+        self, x: jax.Array, token_ids: jax.Array, num_tokens: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [T, D], token_ids [T] -> experts [T, k] int32, weights [T, k] float32, which sum to the scaling factor.
 
-    def __call__(self, x: jax.Array, token_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [T, D], token_ids [T] -> experts [T, k] int32, weights [T, k] float32, which sum to the scaling factor."""
-        scores = self.scores(x)
+        Tokens from `num_tokens` on, where that is given, have no expert: the number `n_routed_experts`.
+        """
+        logits = matmul(x.astype(jnp.float32), self.kernel[...], HIGHEST)
+        scale = self.config.routed_scaling_factor
         if self.hashed:
-            experts = self.tid2eid[...][token_ids]
-        else:
-            _, experts = jax.lax.top_k(scores + self.bias[...], self.config.num_experts_per_tok)
-        chosen = jnp.take_along_axis(scores, experts, axis=-1)
-        # 1e-20: a token whose chosen scores all underflow to 0 gets weights 0, not NaN
-        return experts, chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20) * self.config.routed_scaling_factor
+            return router.by_table(logits, self.tid2eid[...], token_ids, scale, num_tokens)
+        return router.by_score(logits, self.bias[...], self.config.num_experts_per_tok, scale, num_tokens)
 
 
 class Experts(nnx.Module):
@@ -129,7 +127,7 @@ class MoE(nnx.Module):
     ) -> jax.Array:
         """x [T, D] -> [T, D]. `num_tokens` None takes the differentiable form; else rows past it are padding."""
         with jax.named_scope("router"):
-            experts, weights = self.gate(x, token_ids)
+            experts, weights = self.gate(x, token_ids, num_tokens)
         if tap is not None:
             tap("router_idx", experts)
             tap("router_w", weights)
@@ -137,7 +135,6 @@ class MoE(nnx.Module):
             routed = self.experts.dense(x, experts, weights)
         else:
             num_experts = self.gate.config.n_routed_experts
-            experts = jnp.where(jnp.arange(x.shape[0])[:, None] < num_tokens, experts, num_experts)
             compute = functools.partial(self.experts.grouped, target=target)
             routed = exchange(x, experts, weights, num_experts, self.experts.num_local, compute)
         with jax.named_scope("shared"):

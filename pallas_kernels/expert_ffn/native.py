@@ -174,7 +174,7 @@ def _activate(module: ir.Module, name: str, kind: ir.Type) -> None:
 
 
 def _combine(module: ir.Module, name: str, kind: ir.Type) -> None:
-    """As `combine`, rounded to `kind`. A unit is a token."""
+    """As `combine`. A unit is a token."""
 
     def size(b: Builder, frame: Value) -> Value:
         return b.add(b.udiv(long(_ADDED // 2), b.mul(dim(b, frame, 0, 1), dim(b, frame, 2, 1))), long(1))
@@ -217,4 +217,4 @@ def _combine(module: ir.Module, name: str, kind: ir.Type) -> None:
 
 _SORT = Operation("sort_by_expert", _sort)
 _ACTIVATE = Operation("clamped_swiglu", _activate)
-_COMBINE = Operation("combine_experts", _combine)
+_COMBINE = Operation("combine_experts", _combine, ("float32",))

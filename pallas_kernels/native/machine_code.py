@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,12 +32,12 @@ def in_pairs(kind: ir.Type) -> bool:
 
 
 class Operation:
-    """An operation on float32 and on bfloat16."""
+    """An operation on float32 and on bfloat16, or on one of them."""
 
-    def __init__(self, name: str, emit: Emit):
+    def __init__(self, name: str, emit: Emit, dtypes: Sequence[str] = tuple(KINDS)):
         self.name = name
-        for dtype, kind in KINDS.items():
-            _to_compile[f"dsjax.{name}.{dtype}"] = emit, kind
+        for dtype in dtypes:
+            _to_compile[f"dsjax.{name}.{dtype}"] = emit, KINDS[dtype]
 
     def __call__(self, dtype: jnp.dtype, results: Any, *operands: jax.Array | np.ndarray) -> Any:
         """In what is traced for a CPU. `results` are shapes, of one result or a tuple."""

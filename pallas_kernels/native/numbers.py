@@ -15,6 +15,9 @@ _LEAST, _MOST = -87.0, 88.0  # whose exponentials are normal floats
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
+_LOG1P = 15  # the last power: u is at most 1/3, and 3**-16 / 17 of the sum is below a bit
+
+
 def constant(value: float) -> ir.Constant:
     return ir.Constant(VECTOR, [value] * LANES)
 
@@ -95,6 +98,16 @@ def exp(b: Builder, x: Value) -> Value:
     value = b.fadd(b.fused_multiply_add(value, b.fmul(rest, rest), rest), constant(1.0))
     exponent = b.shl(b.fptosi(power, _INTS), ir.Constant(_INTS, [23] * LANES))
     return b.bitcast(b.add(b.bitcast(value, _INTS), exponent), VECTOR)
+
+
+def log1p(b: Builder, x: Value) -> Value:
+    """log(1 + x) of x in [0, 1], to the last bit or two: 2 (u + u**3 / 3 + u**5 / 5 + ...) with u = x / (2 + x)."""
+    u = b.fdiv(x, b.fadd(x, constant(2.0)))
+    square = b.fmul(u, u)
+    rest = constant(1 / _LOG1P)
+    for odd in range(_LOG1P - 2, 0, -2):
+        rest = b.fused_multiply_add(rest, square, constant(1 / odd))
+    return b.fmul(b.fadd(u, u), rest)
 
 
 def sigmoid(b: Builder, x: Value) -> Value:

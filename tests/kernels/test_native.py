@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +17,8 @@ from pallas_kernels.native.machine_code import Operation, has_feature
 from pallas_kernels.native.operands import data, dim, items, result
 
 
-def _exp(module: ir.Module, name: str, kind: ir.Type) -> None:
-    """x [16 * n] -> exp(x), rounded to `kind`. A unit is a vector."""
+def _function(module: ir.Module, name: str, kind: ir.Type, of: Callable) -> None:
+    """x [16 * n] -> of(x), rounded to `kind`. A unit is a vector."""
     b, frame, first, stop = items(
         module, name, lambda b, frame: b.udiv(dim(b, frame, 0, 0), long(LANES)), size=3, most=4
     )
@@ -23,13 +26,14 @@ def _exp(module: ir.Module, name: str, kind: ir.Type) -> None:
     def unit(i) -> None:
         at = b.mul(i, ir.Constant(LONG, LANES))
         x = b.vector(b.element(data(b, frame, 0), at, kind), kind)
-        numbers.store(b, numbers.exp(b, x), b.element(result(b, frame, 0), at, kind), kind)
+        numbers.store(b, of(b, x), b.element(result(b, frame, 0), at, kind), kind)
 
     b.loop(first, lambda i: b.icmp_signed("<", i, stop), 1, unit)
     b.ret_void()
 
 
-EXP = Operation("test.exp", _exp)
+EXP = Operation("test.exp", functools.partial(_function, of=numbers.exp))
+LOG1P = Operation("test.log1p", functools.partial(_function, of=numbers.log1p), ("float32",))
 
 
 def test_exp_in_items_of_several_threads():
@@ -43,6 +47,12 @@ def test_exp_at_its_ends():
     got = np.asarray(EXP(x.dtype, jax.ShapeDtypeStruct(x.shape, x.dtype), x))[:8]
     assert (got[:3] < 2e-38).all() and got[3] == 1 and (got[4:6] > 1e38).all() and np.isfinite(got[4:6]).all()
     assert np.isnan(got[6]) and got[7] == np.float32(np.e)
+
+
+def test_log1p():
+    x = jnp.concatenate([jnp.linspace(0, 1, 16 * 1000), jnp.logspace(-37, 0, 16 * 1000)])
+    got = np.asarray(LOG1P(x.dtype, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+    np.testing.assert_allclose(got, np.log1p(np.asarray(x, np.float64)), rtol=3e-7)
 
 
 def test_bfloat16_is_rounded_to_the_nearest_even():
