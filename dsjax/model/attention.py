@@ -19,6 +19,7 @@ from dsjax.model.param import Linear, constant, weight, widen
 from dsjax.model.rope import CosSin, frequencies, rotate
 from pallas_kernels import collectives
 from pallas_kernels.matmul import matmul
+from pallas_kernels.rotary import normalise_and_rotate
 
 
 class Attention(nnx.Module):
@@ -51,8 +52,8 @@ class Attention(nnx.Module):
         """
         c_q = self.q_norm(self.wq_a(x))
         q = self.wq_b(c_q).reshape(x.shape[0], -1, self.config.head_dim)
-        q = rotate(q, table, rms_eps=self.config.rms_norm_eps)
-        kv = rotate(self.kv_norm(self.wkv(x)), table)
+        q = normalise_and_rotate(q, *table, self.config.rms_norm_eps)
+        kv = normalise_and_rotate(self.wkv(x), *table, self.kv_norm.eps, self.kv_norm.scale[...])
         return c_q, q, kv
 
     @property

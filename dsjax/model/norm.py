@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.model.param import constant
-
-
-def rms(x: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) over the last axis, float32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+from pallas_kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -23,4 +17,4 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return (rms(x, self.eps) * self.scale[...]).astype(x.dtype)
+        return rms_norm(x, self.scale[...], self.eps)

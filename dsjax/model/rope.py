@@ -49,7 +49,7 @@ def cos_sin(freq: np.ndarray | jax.Array, positions: jax.Array) -> CosSin:
     return cos, sin
 
 
-def rotate(x: jax.Array, table: CosSin, *, inverse: bool = False, rms_eps: float | None = None) -> jax.Array:
-    """Rotates the last r channels of x [T, ..., d] by the angles of a table [T, r/2]; of x / rms(x) with `rms_eps`."""
+def rotate(x: jax.Array, table: CosSin, *, inverse: bool = False) -> jax.Array:
+    """Rotates the last r channels of x [T, ..., d] by the angles of a table [T, r/2]."""
     cos, sin = table
-    return rotary.rotate(x, cos, -sin if inverse else sin, rms_eps)
+    return rotary.rotate(x, cos, -sin if inverse else sin)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.compress.sums import EMPTY, Sum, merge, where
-from pallas_kernels.rotary import rotate
+from pallas_kernels.rotary import normalise_and_rotate
 from pallas_kernels.target import Target
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ def compress(
 
 def finish(pooled: jax.Array, how: Finish, dtype: jnp.dtype) -> jax.Array:
     """Pooled entries [..., width] float32 -> normalised, rotated, in `dtype`."""
-    x = pooled * jax.lax.rsqrt(jnp.mean(pooled * pooled, axis=-1, keepdims=True) + how.eps) * how.scale
-    return rotate(x, how.cos, how.sin).astype(dtype)
+    return normalise_and_rotate(pooled, how.cos, how.sin, how.eps, how.scale, dtype)
 
 
 def pool(
