@@ -59,7 +59,7 @@ _traced = contextvars.ContextVar("traced", default=CPU)
 
 @contextlib.contextmanager
 def traced_for(target: Target) -> Iterator[None]:
-    """What is traced in it is for `target`, also the operations that are not told: products and rotations. Outside,
+    """What is traced in it is for `target`, also the operations that are not told: products, norms, rotations. Outside,
     these are XLA's, which can be differentiated."""
     token = _traced.set(target)
     try:
