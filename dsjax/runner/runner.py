@@ -98,6 +98,8 @@ class Runner:
         self._arriving = Arriving()
         self._slot_params = [SlotParams(spec.num_slots) for _ in range(self.num_shards)]
         self._graph = graph
+        # A step gets them as a flat list: JAX asks every variable of a state for its parts, at every call.
+        self._weights, self._tree = jax.tree.flatten(params)
         self._layouts = {bucket: Layout(bucket, spec) for bucket in self.buckets}
         self._programs: dict[Program, jax.stages.Compiled] = {}
         facts = config, spec, active, num_microbatches, all_logits, self.target, dict(mesh.shape), host_cache_dtype
@@ -156,8 +158,7 @@ class Runner:
     def _path(self, kept: ProgramCache, key: Program) -> Path:
         facts: list[object] = [key]
         if isinstance(key, Bucket):
-            leaves, tree = jax.tree.flatten(self.params)
-            facts += [self._graph, tree, [(x.shape, x.dtype, x.sharding) for x in leaves]]
+            facts += [self._graph, self._tree, [(x.shape, x.dtype, x.sharding) for x in self._weights]]
         return kept.path(facts)
 
     def _load(self, key: Program) -> jax.stages.Compiled | None:
@@ -180,10 +181,10 @@ class Runner:
         pages = tuple(self.num_pages.items())
         if isinstance(key, Bucket):
             layout, m = self._layouts[key], self.num_microbatches
-            static = step.StepConfig(self._graph, layout, pages, self.active, self.all_logits, self.target)
+            static = step.StepConfig(self._graph, self._tree, layout, pages, self.active, self.all_logits, self.target)
             function = functools.partial(step.step, static)
             sent = self._sent(jnp.int32, m, layout.num_ints), self._sent(jnp.float32, m, layout.num_floats)
-            return self._lower(function, (self.params,), (self.cache, self.slots), sent, with_output=True)
+            return self._lower(function, (self._weights,), (self.cache, self.slots), sent, with_output=True)
         if isinstance(key, int):
             kinds = self.copy_kinds
             function = functools.partial(step.copy_pages, pages, self.spec.num_state_slots, kinds=kinds)
@@ -278,7 +279,7 @@ class Runner:
             return None
         sent = self._to_devices(arrays)
         if isinstance(key, Bucket):
-            self.cache, self.slots, output = program(self.params, self.cache, self.slots, *sent)
+            self.cache, self.slots, output = program(self._weights, self.cache, self.slots, *sent)
             return output
         if isinstance(key, int):
             self.cache = program(self.cache, *sent)
@@ -286,9 +287,10 @@ class Runner:
             self.slots = program(self.slots, *sent)
         return None
 
-    def _to_devices(self, arrays: Sequence[np.ndarray]) -> list[jax.Array]:
+    def _to_devices(self, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray | jax.Array]:
+        """What a program takes. Of one process it takes the host's arrays, and sends them itself: in half the time."""
         if jax.process_count() == 1:
-            return jax.device_put(list(arrays), self._by_shard)
+            return arrays
         return [jax.make_array_from_callback(x.shape, self._by_shard, lambda index, x=x: x[index]) for x in arrays]
 
     def read(self, sent: Sent) -> StepOutput:

@@ -34,6 +34,7 @@ class StepConfig(NamedTuple):
     """What a step's program depends on besides shapes; all of it hashable."""
 
     graph: nnx.GraphDef
+    tree: jax.tree_util.PyTreeDef  # of the model's state
     layout: Layout
     num_pages: tuple[tuple[EntryKind, int], ...]  # of a layer
     active: tuple[tuple[bool, ...], ...]  # which layers of the stages' common pattern each stage has
@@ -44,7 +45,7 @@ class StepConfig(NamedTuple):
 @jax.default_matmul_precision("highest")  # see model/param.py
 def step(
     config: StepConfig,
-    params: nnx.State,
+    weights: list[jax.Array],  # the leaves of the model's state
     cache: CacheState,
     slots: SlotTables,
     ints: jax.Array,  # [1, M, num_ints], M micro-batches
@@ -52,13 +53,18 @@ def step(
 ) -> tuple[CacheState, SlotTables, DeviceOutput]:
     """Unpack, run the network, sample."""
     with traced_for(config.target):
-        return _step(config, params, cache, slots, ints, floats)
+        return _step(config, weights, cache, slots, ints, floats)
 
 
 def _step(
-    config: StepConfig, params: nnx.State, cache: CacheState, slots: SlotTables, ints: jax.Array, floats: jax.Array
+    config: StepConfig,
+    weights: list[jax.Array],
+    cache: CacheState,
+    slots: SlotTables,
+    ints: jax.Array,
+    floats: jax.Array,
 ) -> tuple[CacheState, SlotTables, DeviceOutput]:
-    model = nnx.merge(config.graph, params)
+    model = nnx.merge(config.graph, jax.tree.unflatten(config.tree, weights))
     num_batches = ints.shape[1]
 
     def batch(m: int | jax.Array, last_token: jax.Array) -> tuple[ForwardBatch, SamplingBatch]:
