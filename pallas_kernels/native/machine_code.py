@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -39,10 +40,18 @@ class Operation:
         for dtype in dtypes:
             _to_compile[f"dsjax.{name}.{dtype}"] = emit, KINDS[dtype]
 
-    def __call__(self, dtype: jnp.dtype, results: Any, *operands: jax.Array | np.ndarray) -> Any:
-        """In what is traced for a CPU. `results` are shapes, of one result or a tuple."""
+    def __call__(
+        self,
+        dtype: jnp.dtype,
+        results: Any,
+        *operands: jax.Array | np.ndarray,
+        updated: Mapping[int, int] = MappingProxyType({}),
+    ) -> Any:
+        """In what is traced for a CPU. `results` are shapes, of one result or a tuple. An operand in `updated` is
+        written in place: it and the result of the number that it maps to are one array."""
         register()
-        return jax.ffi.ffi_call(f"dsjax.{self.name}.{dtype.name}", results)(*operands)
+        call = jax.ffi.ffi_call(f"dsjax.{self.name}.{dtype.name}", results, input_output_aliases=dict(updated))
+        return call(*operands)
 
 
 def register() -> None:

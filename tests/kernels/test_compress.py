@@ -14,7 +14,7 @@ from pallas_kernels.compress import Finish, Pieces, compress, finish
 from pallas_kernels.target import CPU, Target
 from tests.kernels import tpu_races
 
-TPU = Target("tpu", "v6e", interpret=True)
+HERE, TPU = Target("cpu", "host"), Target("tpu", "v6e", interpret=True)
 WIDTH, SLOTS = 128, 5
 SLOT = (3, 1)  # of the two rows
 
@@ -87,7 +87,7 @@ def _step(values, logits, pieces, states, slots, positions, *, ratio, overlap, t
     )
 
 
-@pytest.mark.parametrize("target", [CPU, TPU], ids=["jnp", "tpu"])
+@pytest.mark.parametrize("target", [CPU, HERE, TPU], ids=["jnp", "native", "tpu"])
 @pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (8, False)])
 def test_any_cut_gives_the_same_entries(ratio, overlap, target):
     for cuts in [(1,) * 30, (3, 1, 8, 2, 5, 11), (30,), (7, 16, 7), (4, 4, 4, 18)]:
