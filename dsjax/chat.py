@@ -21,6 +21,7 @@ from dsjax.chat_messages import Turn, merge_turns, read_messages
 from dsjax.chat_parse import ParseError, ReplyDelta, ReplyParser, ToolCall, parse, parse_strict
 from dsjax.chat_strings import EFFORTS, ChatStrings, Segment
 from dsjax.errors import invalid
+from dsjax.prompt_len import check_texts
 from dsjax.tokenizer import Tokenizer
 
 __all__ = [
@@ -31,9 +32,17 @@ __all__ = [
 THINKING_MODES = ("chat", "thinking")
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Any], **options: Any) -> list[int]:
-    """Token ids of `render(messages, **options)`."""
-    return encode_segments(tokenizer, render(messages, **options))
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[Any], *, max_model_len: int | None = None, **options: Any
+) -> list[int]:
+    """Token ids of `render(messages, **options)`.
+
+    Raises RequestError(INVALID_ARGUMENT), before it encodes, if they must be too many for `max_model_len`.
+    """
+    segments = render(messages, **options)
+    if max_model_len is not None:
+        check_texts(tokenizer, (segment.text for segment in segments if not segment.is_control), max_model_len)
+    return encode_segments(tokenizer, segments)
 
 
 def encode_segments(tokenizer: Tokenizer, segments: Sequence[Segment]) -> list[int]:

@@ -50,19 +50,23 @@ class Turn:
 
 def merge_turns(turns: Sequence[Turn]) -> list[Turn]:
     """Consecutive user turns (and so tool results) become one, its results in the order of the calls."""
-    merged: list[Turn] = []
+    groups: list[tuple[list[Turn], Mapping[str, int]]] = []  # turns that become one, and the order of the calls then
     order: dict[str, int] = {}
     for turn in turns:
-        last = merged[-1] if merged else None
         if turn.role == "assistant" and turn.tool_calls:
             order = {call.id: i for i, call in enumerate(turn.tool_calls) if call.id}
+        last = groups[-1][0][-1] if groups else None
         if turn.role == "user" and last is not None and last.role == "user" and last.task is None:
-            turn = replace(last, parts=(*last.parts, *turn.parts), task=turn.task)
-            merged.pop()
-        if turn.role == "user":
-            turn = replace(turn, parts=_in_call_order(turn.parts, order))
-        merged.append(turn)
-    return merged
+            groups[-1][0].append(turn)
+        else:
+            groups.append(([turn], order))
+    return [_joined(group, order) if group[0].role == "user" else group[0] for group, order in groups]
+
+
+def _joined(turns: Sequence[Turn], order: Mapping[str, int]) -> Turn:
+    """One turn of consecutive user turns: all their parts, and the last's task."""
+    parts = tuple(part for turn in turns for part in turn.parts)
+    return replace(turns[0], parts=_in_call_order(parts, order), task=turns[-1].task)
 
 
 def _in_call_order(parts: tuple[str | ToolResult, ...], order: Mapping[str, int]) -> tuple[str | ToolResult, ...]:
@@ -76,8 +80,10 @@ def read_messages(messages: Any, *, tools: Any = None, response_format: Any = No
 
     `tools` and `response_format` go to a leading system message, which is made if there is none.
     """
-    if not isinstance(messages, (list, tuple)) or not messages:
+    if not isinstance(messages, (list, tuple)):
         raise invalid(f"messages must be a list of at least one message, not {_short(messages)}")
+    if not messages:
+        raise invalid("messages is empty: it must have at least one message")
     turns = [_read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
     if tools or response_format:
         if turns[0].role != "system":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dsjax.cache.spec import CacheSpec
 from dsjax.config import EngineConfig, ModelConfig, SchedulerConfig
 from dsjax.errors import invalid
+from dsjax.prompt_len import check_prompt_len
 from dsjax.request import Request
 
 
@@ -39,11 +40,7 @@ class RequestBounds:
         ids, params, vocab = request.prompt_token_ids, request.params, self.vocab_size
         if not ids:
             raise invalid("the prompt is empty: give at least one token")
-        if len(ids) >= self.max_model_len:
-            raise invalid(
-                f"the prompt has {len(ids)} tokens, and with one token of output exceeds "
-                f"max_model_len={self.max_model_len}"
-            )
+        check_prompt_len(len(ids), self.max_model_len)
         if params.n > self.scheduler.max_num_waiting:
             raise invalid(f"n={params.n} is more than may wait: max_num_waiting={self.scheduler.max_num_waiting}")
         low, high = min(ids), max(ids)

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from dsjax.chat import ChatStrings, encode_chat
 from dsjax.errors import ConfigError, ErrorCode, RequestError, invalid
+from dsjax.prompt_len import check_texts
 from dsjax.request import Request, SamplingParams, TokenEvent, TokenLogprobs
 from servers import flags as server_flags
 from servers import prompts
@@ -197,9 +198,16 @@ def _token_ids(engine: EngineLike, strings: ChatStrings, prompt: dict[str, Any])
         return ids
     tokenizer = prompts.tokenizer_of(engine, next(iter(prompt)))
     if "messages" in prompt:
-        return encode_chat(tokenizer, prompt["messages"], strings=strings, reply_after_system=True)
+        return encode_chat(
+            tokenizer,
+            prompt["messages"],
+            max_model_len=engine.max_model_len,
+            strings=strings,
+            reply_after_system=True,
+        )
     if not isinstance(prompt["prompt"], str):
         raise invalid("prompt must be a string")
+    check_texts(tokenizer, [prompt["prompt"]], engine.max_model_len)
     return tokenizer.encode(prompt["prompt"])
 
 

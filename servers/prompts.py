@@ -11,6 +11,7 @@ from typing import Any
 
 from dsjax.chat import ChatStrings, ReplyParser, encode_chat
 from dsjax.errors import invalid
+from dsjax.prompt_len import check_texts
 from dsjax.request import SamplingParams, TokenEvent
 from servers.engine_like import EngineLike
 from servers.proto.dsjax.v1 import inference_pb2 as pb
@@ -41,23 +42,23 @@ def of_generate(
         case "token_ids":
             return Prompt(list(message.token_ids.ids), params)
         case "text":
+            check_texts(tokenizer_of(engine, "text"), [message.text], engine.max_model_len)
             return Prompt(_encode_text(engine, message.text, message.add_bos), params)
         case "chat":
             tools = _tools(message.chat)
             mode = _mode(message.chat)
-            return Prompt(
-                _encode_chat(engine, strings, message.chat, tools, mode), params, lambda: ReplyParser(mode, tools=tools)
-            )
+            ids = _encode_chat(engine, strings, message.chat, tools, mode, engine.max_model_len)
+            return Prompt(ids, params, lambda: ReplyParser(mode, tools=tools))
     raise invalid("prompt is absent: set text, token_ids or chat")
 
 
 def of_tokenize(engine: EngineLike, strings: ChatStrings, message: pb.TokenizeRequest) -> list[int]:
-    """The ids that `of_generate` would make. Raises RequestError(INVALID_ARGUMENT)."""
+    """The ids that `of_generate` would make, and of longer texts too. Raises RequestError(INVALID_ARGUMENT)."""
     match message.WhichOneof("prompt"):
         case "text":
             return _encode_text(engine, message.text, message.add_bos)
         case "chat":
-            return _encode_chat(engine, strings, message.chat, _tools(message.chat), _mode(message.chat))
+            return _encode_chat(engine, strings, message.chat, _tools(message.chat), _mode(message.chat), None)
     raise invalid("prompt is absent: set text or chat")
 
 
@@ -110,7 +111,12 @@ def _tools(chat: pb.ChatPrompt) -> list[dict[str, Any]]:
 
 
 def _encode_chat(
-    engine: EngineLike, strings: ChatStrings, chat: pb.ChatPrompt, tools: list[dict[str, Any]], mode: str
+    engine: EngineLike,
+    strings: ChatStrings,
+    chat: pb.ChatPrompt,
+    tools: list[dict[str, Any]],
+    mode: str,
+    max_model_len: int | None,
 ) -> list[int]:
     tokenizer = tokenizer_of(engine, "chat")
     response_format = None
@@ -119,6 +125,7 @@ def _encode_chat(
     return encode_chat(
         tokenizer,
         [_message(message) for message in chat.messages],
+        max_model_len=max_model_len,
         thinking_mode=mode,
         reasoning_effort=chat.reasoning_effort if chat.HasField("reasoning_effort") else None,
         drop_thinking=chat.drop_thinking if chat.HasField("drop_thinking") else True,

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from dsjax import chat_messages
 from dsjax.chat import ChatStrings, Segment, encode_chat, render
 from dsjax.chat_markers import MARKERS
+from dsjax.chat_messages import Turn
 from dsjax.errors import ConfigError, ErrorCode, RequestError
 from tests.chat_cases import CHAT_DIR, chat_file, released_tokenizer, tiny_tokenizer
 
@@ -121,6 +123,61 @@ def test_consecutive_user_messages_and_results_are_one_turn():
     )
 
 
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_merging_turns_looks_at_each_part_once(role, monkeypatch):
+    """2,500 messages of one conversation took half a second, and four times as many sixteen times as long."""
+    num_parts = 0
+
+    class Counted(Turn):
+        def __init__(self, **fields):
+            nonlocal num_parts
+            num_parts += len(fields["parts"])
+            super().__init__(**fields)
+
+    sort = chat_messages._in_call_order
+
+    def counted_sort(parts, order):
+        nonlocal num_parts
+        num_parts += len(parts)
+        return sort(parts, order)
+
+    monkeypatch.setattr(chat_messages, "Turn", Counted)
+    monkeypatch.setattr(chat_messages, "_in_call_order", counted_sort)
+    messages = [{"role": role, "content": str(i)} for i in range(500)]
+    texts = [f"<tool_result>{i}</tool_result>" if role == "tool" else str(i) for i in range(500)]
+    assert text(messages) == f"{BOS}{U}" + "\n\n".join(texts) + f"{A}</think>"
+    assert num_parts == 3 * 500  # read, put in order, joined
+
+
+def test_results_of_two_rounds_of_calls_are_each_in_the_order_of_their_own():
+    def result(id: str) -> dict:
+        return {"role": "tool", "tool_call_id": id, "content": id.upper()}
+
+    calls = [call("f", "{}", "a"), call("f", "{}", "b")]
+    messages = [
+        user("go"), assistant(None, tool_calls=calls), result("b"), user("x"), result("a"), result("?"),
+        assistant(None, tool_calls=calls[::-1]), {**user("t"), "task": "title"}, result("a"), result("b"),
+    ]  # fmt: skip
+    turns = chat_messages.merge_turns(chat_messages.read_messages(messages))
+    assert [[getattr(p, "text", p) for p in t.parts] for t in turns if t.role == "user"] == [
+        ["go"], ["A", "x", "?", "B"], ["t"], ["B", "A"],
+    ]  # fmt: skip
+
+
+def test_a_chat_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch):
+    longest = max(map(len, tiny_tokenizer()._plain.get_vocab()))
+    messages, num_bytes = [user("x" * 99), assistant("y" * 2000)], 99 + 2000
+    fewest = -(-99 // longest) + -(-2000 // longest)
+    ids = encode_chat(tiny_tokenizer(), messages, max_model_len=fewest + 1)
+    assert ids == encode_chat(tiny_tokenizer(), messages) and fewest <= len(ids) <= num_bytes + 5
+    monkeypatch.setattr(type(tiny_tokenizer()), "encode", None)
+    with pytest.raises(RequestError) as caught:
+        encode_chat(tiny_tokenizer(), messages, max_model_len=fewest)
+    assert caught.value.message == (
+        f"the prompt has at least {fewest} tokens, and with one token of output exceeds max_model_len={fewest}"
+    )
+
+
 def test_arguments_that_are_no_json_object_become_one_parameter():
     for raw in ["{broken", "[1, 2]", "7", "[" * 100_000]:
         prompt = text([user("q"), assistant("", tool_calls=[call("f", raw)])])
@@ -219,7 +276,7 @@ def test_a_bad_strings_file_is_refused(data, message, tmp_path):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "messages must be a list of at least one message"),
+        ([], "messages is empty: it must have at least one message"),
         ("hi", "messages must be a list of at least one message, not 'hi'"),
         (None, "messages must be a list of at least one message, not nothing"),
         (["hi"], r"messages\[0\] must be an object with role and content, not 'hi'"),

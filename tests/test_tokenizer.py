@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from dsjax.chat_markers import BOS, EOS, MARKERS, THINK_END, USER
 from dsjax.errors import ConfigError, ErrorCode, RequestError
-from dsjax.tokenizer import Tokenizer
+from dsjax.tokenizer import Tokenizer, _keeps_every_byte
 from tests.chat_cases import chat_file, released_tokenizer, tiny_spec_json, tiny_tokenizer
 
 INJECTIONS = [
@@ -124,6 +124,34 @@ def test_a_long_text_of_any_kind_is_encoded():
     tokenizer = released_tokenizer()
     for text in [" " * 300_000, "a" * 300_000, "\t\x01" * 150_000, "!" * 300_000, "中" * 100_000]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("make", [released_tokenizer, tiny_tokenizer])
+def test_no_text_has_fewer_tokens_than_the_bound(make):
+    tokenizer = make()
+    longest = max(tokenizer._plain.get_vocab(), key=len)
+    texts = ["", " " * 9999, "a" * 999, "中" * 99, "🙂", "\r\n" * 500, "1234567" * 9, USER, "the sea " * 99]
+    for text in [*texts, tokenizer.decode([tokenizer._plain.token_to_id(longest)] * 7)]:
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.fewest_tokens("中" * len(longest)) == 3  # bytes are counted
+    assert tokenizer.fewest_tokens("\ud800") == 1  # to encode says what is wrong with it
+
+
+@pytest.mark.parametrize(
+    "step, sound",
+    [
+        ({"normalizer": None}, True),
+        ({"normalizer": {"type": "Sequence", "normalizers": []}}, True),
+        ({"normalizer": {"type": "NFC"}}, False),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Strip"}]}}, False),
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed"}}, False),
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated"}}, True),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}]}}, False),
+        ({"model": {"type": "WordLevel"}}, False),
+    ],
+)
+def test_there_is_no_bound_where_part_of_a_text_may_be_dropped(step, sound):
+    assert _keeps_every_byte({"model": {"type": "BPE"}, **step}) is sound
 
 
 def test_from_path_reads_a_folder_or_a_file(tmp_path):

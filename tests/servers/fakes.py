@@ -41,6 +41,9 @@ class FakeTokenizer:
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         return list(text.encode())
 
+    def fewest_tokens(self, text: str) -> int:
+        return len(text.encode())
+
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else _TEXTS[token_id].encode()
 

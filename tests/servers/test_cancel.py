@@ -151,7 +151,7 @@ def test_abort_while_the_prompt_is_encoded():
             assert gate.wait(TIMEOUT_S)
             return super().encode(text)
 
-    engine = FakeEngine()
+    engine = FakeEngine(max_model_len=1 << 16)
     engine.tokenizer = SlowTokenizer()
 
     async def test(h: Harness):

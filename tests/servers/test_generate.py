@@ -1,12 +1,13 @@
 """Generate over a real channel: texts, ids, counts, stops and refusals."""
 
 import asyncio
+import re
 
 import pytest
 
 from dsjax.request import MAX_LOGPROBS
 from servers.proto.dsjax.v1 import inference_pb2 as pb
-from tests.servers.fakes import EOS_ID, FakeEngine
+from tests.servers.fakes import EOS_ID, FakeEngine, FakeTokenizer
 from tests.servers.harness import Harness, collect, request, run, status
 
 
@@ -179,6 +180,20 @@ def test_lengths_around_max_model_len():
         assert message.outputs[0].text == "BC"
         (message,) = await collect(h.stub.Generate(request([65], stream=False)))
         assert message.usage.completion_tokens == 31
+
+    run(test, FakeEngine(max_model_len=32))
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch):
+    monkeypatch.setattr(FakeTokenizer, "encode", None)
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x" * 60)])
+
+    async def test(h: Harness):
+        for prompt in ({"text": "x" * 32}, {"chat": chat}):
+            code, details = await status(collect(h.stub.Generate(pb.GenerateRequest(**prompt))))
+            assert code == "INVALID_ARGUMENT"
+            assert re.fullmatch(r"the prompt has at least \d+ tokens, .* exceeds max_model_len=32", details)
+        await h.idle()
 
     run(test, FakeEngine(max_model_len=32))
 
