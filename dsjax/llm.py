@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -13,6 +14,7 @@ from dsjax.config import MESH_PATH, EngineConfig, override_all
 from dsjax.config_fields import field_paths, flag_name
 from dsjax.engine import Engine
 from dsjax.errors import ConfigError, invalid
+from dsjax.prompt_len import check_texts
 from dsjax.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 
 Prompt = str | Sequence[int]
@@ -71,6 +73,7 @@ class LLM:
         self.engine = Engine.from_config(config, progress=progress)
         self.engine.warm_up(progress)
         self._ids = itertools.count()
+        self._unread: dict[str, deque[TokenEvent]] = {}  # of each open stream
 
     def generate(
         self,
@@ -101,7 +104,7 @@ class LLM:
                     while waiting and self._has_room(waiting[0][1].n):
                         request_id, output = self._add(*waiting.pop(0))
                         outputs[request_id] = output
-                    for event in self.engine.step():
+                    for event in self._step():
                         outputs[event.request_id].add(event)
                         if event.finished:
                             remaining -= 1
@@ -112,20 +115,34 @@ class LLM:
         return list(outputs.values())
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TokenEvent]:
-        """Answers one prompt, event by event; `event.text` joined is the answer. Raises RequestError."""
+        """Answers one prompt, event by event; `event.text` joined is the answer. Raises RequestError.
+
+        Several streams may be open at once, and `generate` be called meanwhile: each call moves all of them on. To
+        close a stream drops its request.
+        """
         params = params or SamplingParams()
         request_id, _ = self._add(prompt, params)
+        unread = self._unread[request_id] = deque()
         remaining = params.n
         try:
             while remaining:
-                for event in self.engine.step():
-                    if event.request_id == request_id:
-                        if event.error is not None:
-                            raise event.error
-                        remaining -= event.finished
-                        yield event
+                while not unread:
+                    self._step()
+                event = unread.popleft()
+                if event.error is not None:
+                    raise event.error
+                remaining -= event.finished
+                yield event
         finally:
             self.engine.cancel(request_id)
+            del self._unread[request_id]
+
+    def _step(self) -> list[TokenEvent]:
+        """Moves every request on. Returns the events that are no open stream's; a stream's wait until it is asked."""
+        others: list[TokenEvent] = []
+        for event in self.engine.step():
+            self._unread.get(event.request_id, others).append(event)
+        return others
 
     def _has_room(self, n: int) -> bool:
         limit = self.engine.config.scheduler.max_num_waiting
@@ -142,6 +159,7 @@ class LLM:
     def _encode(self, text: str) -> list[int]:
         if self.engine.tokenizer is None:
             raise invalid("the prompt is text and this model has no tokenizer: give token ids")
+        check_texts(self.engine.tokenizer, [text], self.engine.max_model_len)
         return self.engine.tokenizer.encode(text)
 
 

@@ -103,6 +103,42 @@ def test_a_stream_that_is_dropped_returns_its_pages():
     assert not list(nano().generate([], GREEDY))
 
 
+def test_streams_and_a_batch_at_once_each_get_their_own_events():
+    """Each answer is the one it is alone; a stream that is closed early returns its pages, and harms no other."""
+    alone = [output.outputs[0] for output in nano().generate(PROMPTS, GREEDY)]
+    first, second = nano().stream(PROMPTS[0], GREEDY), nano().stream(PROMPTS[1], GREEDY)
+    dropped = nano().stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
+    begun = [next(first)], [next(second)]
+    next(dropped)
+    (batch,) = nano().generate(PROMPTS[2], GREEDY)  # in which the streams go on
+    (short,) = nano().generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=3))
+    dropped.close()
+    events = [[*begun[1], *second], [*begun[0], *first]]
+    assert [[t for e in es for t in e.token_ids] for es in reversed(events)] == [a.token_ids for a in alone[:2]]
+    assert ["".join(e.text for e in es) for es in reversed(events)] == [a.text for a in alone[:2]]
+    assert batch.outputs[0].token_ids == alone[2].token_ids
+    assert short.outputs[0].token_ids == alone[2].token_ids[:3]
+    stats = nano().engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_pages_free + stats.num_pages_cached == stats.num_pages_total
+
+
+def test_a_refused_batch_leaves_an_open_stream_alone():
+    (whole,) = nano().generate(PROMPTS[0], GREEDY)
+    stream = nano().stream(PROMPTS[0], GREEDY)
+    begun = next(stream)
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        nano().generate(["And", ""], GREEDY)
+    ids = [token for event in (begun, *stream) for token in event.token_ids]
+    assert ids == whole.outputs[0].token_ids
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch):
+    monkeypatch.setattr(nano().engine.tokenizer, "encode", None)
+    with pytest.raises(RequestError, match=r"the prompt has at least \d{4} tokens, and .* exceeds max_model_len=1024"):
+        nano().generate("the quick brown fox " * 2000, GREEDY)
+
+
 def test_unknown_settings_and_models_are_named():
     with pytest.raises(ConfigError, match="'max_seqs' is not a field"):
         LLM("dsjax-nano", max_seqs=3)
