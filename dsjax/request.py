@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from dsjax.errors import RequestError, invalid
 
 MAX_LOGPROBS = 20  # vLLM's default for --max_logprobs; the width of the step's top-logprob output
+MAX_TOP_K = (1 << 31) - 1  # of the step's integers; more than any vocabulary
 MAX_STOP_STRINGS = 16  # a bound on host work a token; OpenAI allows 4
 MAX_STOP_CHARS = 4096  # of one stop string; the automaton that finds them has a state for every character
 
@@ -78,12 +79,18 @@ class SamplingParams:
             if not ok:
                 raise invalid(f"{name}={getattr(self, name)!r} is not allowed: {limit}")
 
+        for name in ("n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            check(name, value is None or hasattr(value, "__index__"), "it must be a whole number")
+        check("stop_token_ids", all(hasattr(i, "__index__") for i in self.stop_token_ids), "they must be whole numbers")
+        check("stop", all(isinstance(text, str) for text in self.stop), "they must be strings")
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             check(name, math.isfinite(getattr(self, name)), "it must be a finite number")
         check("n", 1 <= self.n <= 128, "it must be in [1, 128]")
         check("temperature", self.temperature >= 0, "it must be 0 (greedy) or more")
         check("top_p", 0 < self.top_p <= 1, "it must be in (0, 1]")
         check("top_k", self.top_k >= -1, "it must be 0 or -1 (all tokens) or the number of tokens to keep")
+        check("top_k", self.top_k <= MAX_TOP_K, f"it must be at most {MAX_TOP_K}")
         check("min_p", 0 <= self.min_p <= 1, "it must be in [0, 1]")
         check("presence_penalty", -2 <= self.presence_penalty <= 2, "it must be in [-2, 2]")
         check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "it must be in [-2, 2]")

@@ -1,8 +1,8 @@
 """`dsjax-client`: sends a prompt to a server and streams the answer to the terminal.  [no jax]
 
 The prompt is the words on the command line, or else stdin; with neither, on a terminal, a conversation is held.
-The answer goes to stdout, everything else to stderr. Exit code 0, 1 if the call failed, 2 for a wrong flag, 130 after
-Ctrl-C (which cancels the request).
+The answer goes to stdout, everything else (--usage, --logprobs) to stderr. Exit code 0, 1 if the call failed, 2 for a
+wrong flag or a prompt that is not UTF-8, 130 after Ctrl-C (which cancels the request).
 
 With --submit the prompt becomes a job, whose id is printed; --result=ID waits for a job's end and prints its answer.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +19,19 @@ import grpc
 from absl import flags
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from dsjax.errors import ConfigError
+from dsjax.errors import ConfigError, RequestError
 from servers import convert
 from servers import flags as server_flags
 from servers.proto.dsjax.v1 import inference_pb2 as pb
 from servers.proto.dsjax.v1 import inference_pb2_grpc as pb_grpc
+from servers.screen import Logprobs, Screen, print_usage
 
 PROGRAM = "dsjax-client"
 USAGE = (
     "dsjax-client [--address=HOST:PORT] [--chat] [--max_tokens=N] [--submit] PROMPT...  |  dsjax-client --result=JOB"
 )
+MAX_TIMEOUT_S = 1e8  # three years; gRPC takes ten times as much
 POLL_S = 30.0  # how long the server holds a question for a result
-_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,17 @@ class ClientConfig:
     submit: bool
     result: str | None
 
+    def __post_init__(self):
+        if self.timeout_s is not None and not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(f"timeout_s={self.timeout_s} must be in (0, {MAX_TIMEOUT_S:g}], or absent")
+        if not 0 <= self.wait_s <= MAX_TIMEOUT_S:
+            raise ConfigError(f"wait_s={self.wait_s} must be in [0, {MAX_TIMEOUT_S:g}]")
+        if not 1024 <= self.max_message_bytes < 1 << 31:
+            raise ConfigError(f"max_message_bytes={self.max_message_bytes} must be in [1024, {(1 << 31) - 1}]")
+        for name in ("system", "thinking", "reasoning_effort"):
+            if getattr(self, name) and not self.chat:
+                raise ConfigError(f"{name}={getattr(self, name)!r} needs --chat")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script."""
@@ -63,12 +75,15 @@ def _main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     _define_flags(values)
     words = server_flags.parse(values, argv, USAGE, positional=True)
+    for number, arg in enumerate(argv):
+        convert.check_text(
+            f"argument {number}, {arg[:40]!r},", arg
+        )  # Python keeps a byte that is not UTF-8 as a surrogate
     config = ClientConfig(**{name: server_flags.value_of(values, name) for name in ClientConfig.__dataclass_fields__})
-    if config.timeout_s is not None and config.timeout_s <= 0:
-        raise ConfigError(f"timeout_s={config.timeout_s} must be more than 0, or absent")
-    if not 1024 <= config.max_message_bytes < 1 << 31:
-        raise ConfigError(f"max_message_bytes={config.max_message_bytes} must be in [1024, {(1 << 31) - 1}]")
+    if config.result is not None:
+        _check_result_alone(values, words)
     params = convert.sampling_params_message(server_flags.sampling_params(values))
+    _request(config, params, [pb.ChatMessage()])  # a wrong flag is said before a server is asked
     options = [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),  # checked below, with an error that names the flag
@@ -81,7 +96,7 @@ def _main(argv: Sequence[str]) -> int:
                 return _result(channel, config)
             if not words and sys.stdin.isatty() and not config.submit:
                 return _converse(channel, config, params)
-            prompt = " ".join(words) if words else sys.stdin.read()
+            prompt = " ".join(words) if words else _read(sys.stdin.read)
             messages = [pb.ChatMessage(role="user", content=prompt)]
             if config.submit:
                 request = _request(config, params, messages)
@@ -117,6 +132,27 @@ def _define_flags(values: flags.FlagValues) -> None:
     server_flags.define_sampling_flags(values)
 
 
+def _check_result_alone(values: flags.FlagValues, words: Sequence[str]) -> None:
+    """Raises ConfigError for what --result would ignore."""
+    what = f"result={server_flags.value_of(values, 'result')!r}"
+    if words:
+        raise ConfigError(f"{what} takes no prompt, such as {words[0]!r}: a job's is already known")
+    heeded = ("address", "timeout_s", "wait_s", "max_message_bytes", "usage", "result")
+    other = next((name for name in values if values[name].present and name not in heeded), None)
+    if other is not None:
+        raise ConfigError(f"{what} goes with {', '.join(heeded[:-1])}, not with --{other}")
+
+
+def _read(read: Callable[[], str]) -> str:
+    """What stdin holds. Raises ConfigError if it is not UTF-8."""
+    try:
+        text = read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"stdin is not valid UTF-8: see byte {error.start}") from error
+    convert.check_text("stdin", text)
+    return text
+
+
 def _wait(channel: grpc.Channel, wait_s: float) -> None:
     stub: Any = health_pb2_grpc.HealthStub(channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=wait_s, wait_for_ready=True)
@@ -131,7 +167,7 @@ def _converse(channel: grpc.Channel, config: ClientConfig, params: pb.SamplingPa
     messages: list[pb.ChatMessage] = []
     while True:
         try:
-            turn = input("> ")
+            turn = _read(lambda: input("> "))
         except EOFError:
             print(file=sys.stderr)
             return 0
@@ -142,13 +178,15 @@ def _converse(channel: grpc.Channel, config: ClientConfig, params: pb.SamplingPa
         messages.append(pb.ChatMessage(role="user", content=turn))
         try:
             messages.append(_answer(channel, config, params, messages))
-        except grpc.RpcError as error:
+        except (grpc.RpcError, RequestError) as error:
             messages.pop()
-            print(f"{PROGRAM}: error: {_sentence(error, config)}", file=sys.stderr)
+            sentence = str(error) if isinstance(error, RequestError) else _sentence(error, config)
+            print(f"{PROGRAM}: error: {sentence}", file=sys.stderr)
 
 
 def _request(config: ClientConfig, params: pb.SamplingParams, messages: Sequence[pb.ChatMessage]) -> pb.GenerateRequest:
-    """Raises RequestError if it is too large."""
+    """Raises RequestError if it is too large, or a field is wrong."""
+    convert.check_priority(config.priority)
     request = pb.GenerateRequest(
         sampling_params=params,
         stream=True,
@@ -166,6 +204,7 @@ def _request(config: ClientConfig, params: pb.SamplingParams, messages: Sequence
         request.chat.messages.extend(messages)
     else:
         request.text = messages[-1].content
+    convert.check_request(request)
     convert.check_size(request, config.max_message_bytes, "request", "send a shorter prompt")
     return request
 
@@ -182,12 +221,14 @@ def _result(channel: grpc.Channel, config: ClientConfig) -> int:
         ended = result.state in (pb.JOB_STATE_DONE, pb.JOB_STATE_FAILED)
         if ended or (end_s is not None and time.monotonic() >= end_s):
             break
-    screen = _Screen(len(result.response.outputs))
+    screen, logprobs = Screen(len(result.response.outputs)), Logprobs()
+    logprobs.add(result.response)
     for output in result.response.outputs:
         screen.show(output, output.HasField("chat"), whole=True)
         if output.finish_reason and config.usage:
-            _print_usage(result.response, output)
+            print_usage(result.response, output)
     screen.end()
+    logprobs.show()
     if result.state == pb.JOB_STATE_FAILED:
         print(f"{PROGRAM}: error: {result.error_code}: {result.error_message}", file=sys.stderr)
     elif not ended:
@@ -201,9 +242,10 @@ def _answer(
     """Streams the answer to stdout; returns it as a message (the first of n)."""
     request = _request(config, params, messages)
     call = pb_grpc.InferenceStub(channel).Generate(request, timeout=config.timeout_s)
-    screen, answer = _Screen(params.n), pb.ChatMessage(role="assistant")
+    screen, logprobs, answer = Screen(params.n), Logprobs(), pb.ChatMessage(role="assistant")
     try:
         for response in call:
+            logprobs.add(response)
             for output in response.outputs:
                 screen.show(output, config.chat)
                 if output.index == 0:
@@ -211,55 +253,14 @@ def _answer(
                     answer.reasoning_content += output.chat.reasoning_content
                     answer.tool_calls.extend(output.chat.tool_calls)
                 if output.finish_reason and config.usage:
-                    _print_usage(response, output)
+                    print_usage(response, output)
     except KeyboardInterrupt:
         call.cancel()
         raise
     finally:
         screen.end()
+        logprobs.show()
     return answer
-
-
-class _Screen:
-    """One answer is shown as it comes; of several, each when it is complete, under its number."""
-
-    def __init__(self, n: int):
-        self._several = n > 1
-        self._held: dict[int, list[str]] = {}
-        self._dim = False
-        self._color = sys.stdout.isatty()
-
-    def show(self, output: pb.Output, chat: bool, whole: bool = False) -> None:
-        if not chat:
-            pieces = [output.text]
-        else:
-            pieces = [self._style(True, output.chat.reasoning_content), self._style(False, output.chat.content)]
-            pieces += [f"\n{call.name}({call.arguments})" for call in output.chat.tool_calls]
-        if not self._several:
-            print("".join(pieces), end="", flush=True)
-            return
-        self._held.setdefault(output.index, []).extend(pieces)
-        if output.finish_reason or whole:
-            print(f"[{output.index}] {''.join(self._held.pop(output.index))}", flush=True)
-
-    def _style(self, dim: bool, text: str) -> str:
-        if not text or dim == self._dim:
-            return text
-        self._dim = dim
-        gap = "" if dim else "\n\n"  # between reasoning and answer
-        return f"{(_DIM if dim else _PLAIN) if self._color else ''}{gap}{text}"
-
-    def end(self) -> None:
-        print(_PLAIN if self._dim and self._color else "", flush=True)
-
-
-def _print_usage(response: pb.GenerateResponse, output: pb.Output) -> None:
-    usage = response.usage
-    print(
-        f"\n[{output.index}] {usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
-        f"{output.completion_tokens} completion tokens, finished by {convert.FINISH_NAMES[output.finish_reason]}",
-        file=sys.stderr,
-    )
 
 
 def _sentence(error: grpc.RpcError, config: ClientConfig) -> str:

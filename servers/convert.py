@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
 
 from dsjax.errors import ErrorCode, RequestError, invalid
 from dsjax.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
@@ -24,6 +26,12 @@ _FINISH = {
 }
 FINISH_NAMES = {value: reason.value for reason, value in _FINISH.items() if reason is not None}
 
+# What a field can hold, by its type.
+_RANGES = {
+    FieldDescriptor.CPPTYPE_INT32: (-(1 << 31), (1 << 31) - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, (1 << 32) - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(1 << 63), (1 << 63) - 1),
+}
 _OPTIONAL = (
     "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed min_tokens max_tokens "
     "ignore_eos include_stop_str_in_output skip_special_tokens logprobs prompt_logprobs"
@@ -36,8 +44,7 @@ def check_request(message: pb.GenerateRequest) -> None:
         raise invalid("stream_interval=0 is not allowed: it must be 1 or more, or absent")
     for name in ("request_id", "tenant", "session_id"):
         check_name(name, getattr(message, name))
-    if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
-        raise invalid(f"priority={message.priority} is not allowed: it must be in [{MIN_PRIORITY}, {MAX_PRIORITY}]")
+    check_priority(message.priority)
     if not 0 <= message.interactive_timeout_s <= MAX_INTERACTIVE_TIMEOUT_S:
         raise invalid(
             f"interactive_timeout_s={message.interactive_timeout_s} is not allowed: it must be in "
@@ -48,6 +55,10 @@ def check_request(message: pb.GenerateRequest) -> None:
             f"request_id={message.request_id!r} is not allowed with interactive_timeout_s: as job-id it travels in "
             "metadata, so it must be printable ASCII"
         )
+
+
+def check_priority(priority: int) -> None:
+    _check_range(f"priority={priority} is not allowed: it", priority, MIN_PRIORITY, MAX_PRIORITY)
 
 
 def check_name(field: str, name: str) -> None:
@@ -66,13 +77,45 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
 
 
 def sampling_params_message(params: SamplingParams) -> pb.SamplingParams:
-    """The message that `sampling_params` reads back to equal params."""
-    message = pb.SamplingParams(logit_bias=params.logit_bias, stop=params.stop, stop_token_ids=params.stop_token_ids)
+    """The message that `sampling_params` reads back to equal params.
+
+    Raises RequestError(INVALID_ARGUMENT) for a value that the message cannot hold.
+    """
+    message = pb.SamplingParams()
     for name in _OPTIONAL:
         value = getattr(params, name)
         if value is not None:
+            _check_holds(message, name, value)
             setattr(message, name, value)
+    for name in ("stop", "stop_token_ids"):
+        for value in getattr(params, name):
+            _check_holds(message, name, value)
+        getattr(message, name).extend(getattr(params, name))
+    for token, bias in params.logit_bias.items():
+        _check_range(f"logit_bias names token {token}: an id", token, *_RANGES[FieldDescriptor.CPPTYPE_UINT32])
+        message.logit_bias[token] = bias
     return message
+
+
+def _check_holds(message: pb.SamplingParams, name: str, value: Any) -> None:
+    kind = message.DESCRIPTOR.fields_by_name[name].cpp_type
+    if kind in _RANGES:
+        _check_range(f"{name}={value} is not allowed: it", value, *_RANGES[kind])
+    elif kind == FieldDescriptor.CPPTYPE_STRING:
+        check_text(name, value)
+
+
+def _check_range(what: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise invalid(f"{what} must be in [{low}, {high}]")
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises RequestError(INVALID_ARGUMENT) for what UTF-8 cannot hold, such as a byte that was no UTF-8 before."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(f"{name} is not valid UTF-8: see {text[error.start]!r} at {error.start}") from error
 
 
 def logprobs(entries: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:

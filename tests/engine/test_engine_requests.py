@@ -49,6 +49,24 @@ def test_what_cannot_be_served_is_refused_with_the_reason(prompt, params, messag
     assert re.search(message, text), text
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"top_k": 1 << 31}, "top_k=2147483648 is not allowed: it must be at most 2147483647"),
+        ({"top_k": 1.5}, "top_k=1.5 is not allowed: it must be a whole number"),
+        ({"seed": "a"}, "seed='a' is not allowed: it must be a whole number"),
+        ({"n": 1.5}, "n=1.5 is not allowed: it must be a whole number"),
+        ({"max_tokens": 2.5}, "max_tokens=2.5 is not allowed: it must be a whole number"),
+        ({"logprobs": 1.5}, "logprobs=1.5 is not allowed: it must be a whole number"),
+        ({"stop_token_ids": ("a",)}, "stop_token_ids=('a',) is not allowed: they must be whole numbers"),
+        ({"stop": (3,)}, "stop=(3,) is not allowed: they must be strings"),
+    ],
+)
+def test_parameters_that_the_step_could_not_hold_are_refused(params, message):
+    with pytest.raises(RequestError, match=f"^{re.escape(message)}$"):
+        request("a", [1], **params)
+
+
 def test_min_tokens_over_max_tokens_is_refused():
     with pytest.raises(RequestError, match=r"min_tokens=5.*max_tokens=4"):
         request("a", [1], min_tokens=5, max_tokens=4)

@@ -1,6 +1,7 @@
 """dsjax-serve as a process: the ready line, signals, the exit code; and the client program against it."""
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -134,6 +135,65 @@ def test_the_client_program_streams_an_answer(capsys):
         assert "min_tokens=4000 is not allowed" in capsys.readouterr().err
 
 
+def test_the_client_program_shows_logprobs_a_line_a_token(capsys):
+    with _server() as (_, address):
+        base = ["dsjax-client", f"--address={address}", "--wait_s=1e8", "--timeout_s=1e8", "--max_tokens=2"]
+        assert client.main([*base, "--logprobs=1", "--prompt_logprobs=0", "ab"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "cd\n"
+    assert err.splitlines() == [
+        "[prompt] token 97 has none: nothing comes before it",
+        "[prompt] token 98 logprob -0.5000 rank 1",
+        "[0] token 99 logprob -0.5000 rank 1, most likely 99 -0.5000",
+        "[0] token 100 logprob -0.5000 rank 1, most likely 100 -0.5000",
+    ]
+
+
+INT32, UINT32, INT64 = "[-2147483648, 2147483647]", "[0, 4294967295]", "[-9223372036854775808, 9223372036854775807]"
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--seed=99999999999999999999999"], f"seed=99999999999999999999999 is not allowed: it must be in {INT64}"),
+        (["--stop_token_ids=-1"], f"stop_token_ids=-1 is not allowed: it must be in {UINT32}"),
+        (["--stop_token_ids=4294967296"], f"stop_token_ids=4294967296 is not allowed: it must be in {UINT32}"),
+        (["--max_tokens=99999999999"], f"max_tokens=99999999999 is not allowed: it must be in {UINT32}"),
+        (["--min_tokens=99999999999"], f"min_tokens=99999999999 is not allowed: it must be in {UINT32}"),
+        (["--top_k=99999999999"], "top_k=99999999999 is not allowed: it must be at most 2147483647"),
+        (["--priority=99999999999"], "priority=99999999999 is not allowed: it must be in [-16, 15]"),
+        (["--priority=16"], "priority=16 is not allowed: it must be in [-16, 15]"),
+        (["--interactive_timeout_s=nan"],
+         "interactive_timeout_s=nan is not allowed: it must be in [0, 86400], 0 for none"),
+        (["--timeout_s=nan"], "timeout_s=nan must be in (0, 1e+08], or absent"),
+        (["--timeout_s=1e18"], "timeout_s=1e+18 must be in (0, 1e+08], or absent"),
+        (["--timeout_s=0"], "timeout_s=0.0 must be in (0, 1e+08], or absent"),
+        (["--wait_s=nan"], "wait_s=nan must be in [0, 1e+08]"),
+        (["--wait_s=-1"], "wait_s=-1.0 must be in [0, 1e+08]"),
+        (["--wait_s=1e18"], "wait_s=1e+18 must be in [0, 1e+08]"),
+        (["a\udcff"], r"argument 1, 'a\udcff', is not valid UTF-8: see '\udcff' at 1"),
+        (["--chat", "--system=\udcff"], r"argument 2, '--system=\udcff', is not valid UTF-8: see '\udcff' at 9"),
+        (["--tenant=\udcff"], r"argument 1, '--tenant=\udcff', is not valid UTF-8: see '\udcff' at 9"),
+        (["--stop=\udcff"], r"argument 1, '--stop=\udcff', is not valid UTF-8: see '\udcff' at 7"),
+        (["--system=s"], "system='s' needs --chat"),
+        (["--thinking"], "thinking=True needs --chat"),
+        (["--result=x", "hi"], "result='x' takes no prompt, such as 'hi': a job's is already known"),
+        (["--result=x", "--submit"],
+         "result='x' goes with address, timeout_s, wait_s, max_message_bytes, usage, not with --submit"),
+    ],
+)  # fmt: skip
+def test_what_the_client_program_cannot_send_is_one_line_and_exit_code_2(args, sentence, capsys):
+    assert client.main(["dsjax-client", *args, *([] if "--result=x" in args else ["prompt"])]) == 2
+    assert capsys.readouterr() == ("", f"dsjax-client: error: {sentence}\n")
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_prompt_on_stdin_that_is_not_utf_8_is_one_line_and_exit_code_2(errors, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8", errors=errors))
+    assert client.main(["dsjax-client"]) == 2
+    assert capsys.readouterr().err.startswith("dsjax-client: error: stdin is not valid UTF-8: see ")
+
+
 def test_the_client_program_holds_a_conversation(capsys, monkeypatch):
     # The fake's answer to a chat is 6, 7, 8, 9 (its prompt ends in </think>, 261) and 10, its end token.
     turns = iter(["hi", "", "more"])
@@ -190,5 +250,6 @@ def test_the_client_program_submits_jobs_and_shows_results(capsys):
         assert capsys.readouterr().out.startswith(seen)
         assert client.main([*base, "--result=never"]) == 1
         assert "NOT_FOUND: job_id='never' is no job" in capsys.readouterr().err
-        assert client.main([*base, "--priority=99", "x"]) == 1
-        assert "priority=99 is not allowed" in capsys.readouterr().err
+        assert client.main([*base, "--logprobs=1", "--max_tokens=1", "--submit", "abc"]) == 0
+        assert client.main([*base, f"--result={capsys.readouterr().out.strip()}"]) == 0
+        assert "[0] token 100 logprob -0.5000 rank 1, most likely 100 -0.5000" in capsys.readouterr().err
