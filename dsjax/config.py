@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dsjax.config_fields import C, at_least, check, one_of, override
+from dsjax.config_json import check_fields, read_object
 from dsjax.errors import ConfigError
 from dsjax.serving_config import FeedbackConfig, OverloadConfig, SchedulerConfig, TierConfig
 from pallas_kernels.entry_format import KEY_FORMATS, LATENT_FORMATS
@@ -141,16 +141,18 @@ class ModelConfig:
         file = Path(path) / "config.json"
         if not file.is_file():
             raise ConfigError(f"model={str(path)!r} has no config.json")
+        raw = read_object(file)
         try:
-            return cls.from_dict(json.loads(file.read_text()))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{file} is not JSON: {error}") from error
+            return cls.from_dict(raw)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from error
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Builds the config from a config.json in DeepSeek's or in transformers' dialect.
 
-        Raises ConfigError for another architecture, a missing field, or a feature that V4 does not have.
+        Raises ConfigError for another architecture, a field that is missing or not what it must be, or a feature that
+        V4 does not have.
         """
 
         def need(name: str) -> Any:
@@ -164,6 +166,7 @@ class ModelConfig:
         for name, allowed in _FIXED.items():
             if name in raw and raw[name] not in allowed:
                 raise ConfigError(f"{name}={raw[name]!r} is not a DeepSeek-V4 model: it must be {allowed[0]!r}")
+        check_fields(raw)
         num_layers = need("num_hidden_layers")
         num_nextn = raw.get("num_nextn_predict_layers") or 0
         kinds, csa_ratio, hca_ratio = _layer_kinds(raw, num_layers)
@@ -172,7 +175,7 @@ class ModelConfig:
         if rope_dim is None:
             rope_dim = round(head_dim * need("partial_rotary_factor"))
         rope = raw.get("rope_parameters") or {}
-        main, compress = rope.get("main", {}), rope.get("compress", {})
+        main, compress = rope.get("main") or {}, rope.get("compress") or {}
         scaling = compress if "compress" in rope else raw.get("rope_scaling")
         eos = raw.get("eos_token_id", 1)
         quant = raw.get("quantization_config") or {}
@@ -200,8 +203,8 @@ class ModelConfig:
             index_topk=need("index_topk") if has_csa else raw.get("index_topk") or 0,
             swiglu_limit=raw.get("swiglu_limit") or 0.0,
             num_hash_layers=num_hash,
-            rope_theta=main.get("rope_theta", raw.get("rope_theta", 10000.0)),
-            compress_rope_theta=compress.get("rope_theta", raw.get("compress_rope_theta", 160000.0)),
+            rope_theta=main.get("rope_theta") or raw.get("rope_theta") or 10000.0,
+            compress_rope_theta=compress.get("rope_theta") or raw.get("compress_rope_theta") or 160000.0,
             yarn=_yarn(scaling),
             layer_kinds=kinds,
             csa_ratio=csa_ratio,
@@ -301,15 +304,11 @@ def _yarn(scaling: Mapping[str, Any] | None) -> YarnConfig | None:
         return None
     if kind != "yarn":
         raise ConfigError(f"rope_scaling type={kind!r} is not supported: 'yarn' or none")
-    try:
-        return YarnConfig(
-            factor=scaling["factor"],
-            original_max_position_embeddings=scaling["original_max_position_embeddings"],
-            beta_fast=scaling.get("beta_fast", 32.0),
-            beta_slow=scaling.get("beta_slow", 1.0),
-        )
-    except KeyError as error:
-        raise ConfigError(f"rope_scaling lacks {error.args[0]!r}") from error
+    given = {f.name: scaling[f.name] for f in dataclasses.fields(YarnConfig) if scaling.get(f.name) is not None}
+    lacks = next((name for name in ("factor", "original_max_position_embeddings") if name not in given), None)
+    if lacks is not None:
+        raise ConfigError(f"rope_scaling lacks {lacks!r}")
+    return YarnConfig(**given)
 
 
 @dataclass(frozen=True, kw_only=True)
