@@ -276,6 +276,10 @@ class Engine:
 
     # --- looking -------------------------------------------------------------------------------
 
+    def first_token_s(self, num_prompt: int) -> float:
+        """How long the first token takes if nobody waits, see `Control.first_token_s`. Any thread may ask."""
+        return self.control.first_token_s(num_prompt)
+
     def stats(self) -> EngineStats:
         caches = self.caches
         return EngineStats(

@@ -25,7 +25,7 @@ import grpc
 from dsjax.chat import ChatStrings
 from dsjax.errors import ErrorCode, RequestError, invalid
 from dsjax.request import Request, TokenEvent
-from dsjax.scheduler.breaker import Breaker
+from dsjax.scheduler.breaker import Breaker, is_late
 from servers import convert, prompts
 from servers.answers import Answer
 from servers.engine_thread import EngineThread
@@ -57,6 +57,7 @@ class _Admission:
     """The circuit breaker has let a request in."""
 
     number: int
+    stream: EventStream | None = None  # once the engine has been given it
     by_job: bool = False  # how it ended will be a job's to say
 
 
@@ -111,6 +112,7 @@ class Requests:
             else:
                 self.jobs.check_id(request.request_id)
                 stream = self._thread.submit(request, interval=interval, max_unread_tokens=max_unread)
+            admission.stream = stream
             self._streams[request.request_id] = stream
             take = stream.take if message.stream else stream.take_all
             try:
@@ -138,6 +140,7 @@ class Requests:
                     ErrorCode.CANCELLED, f"request_id={request.request_id!r} was aborted before it was queued"
                 )
             job = self.jobs.open(request, prompt, admission.number)
+            admission.stream = job.stream
             try:
                 await _first_of(job.stream.accepted, job.stream.closed)
                 if job.stream.error is not None and not job.stream.accepted.is_set():
@@ -219,10 +222,20 @@ class Requests:
             code = ErrorCode.INTERNAL
             raise
         finally:
+            if code is ErrorCode.DEADLINE_EXCEEDED and not self._is_late(admission.stream):
+                code = ErrorCode.CANCELLED
             if not admission.by_job:
                 self.breaker.ended(time.monotonic(), admission.number, code)
             self._num_calls -= 1
             self._look_idle()
+
+    def _is_late(self, stream: EventStream | None) -> bool:
+        """Whether a deadline that has passed just now was the engine's to meet: it knew of the request in time."""
+        if stream is None:
+            return False
+        request, now_s = stream.request, time.monotonic()
+        first_s = (now_s if stream.first_s is None else stream.first_s) - request.arrival_s
+        return is_late(first_s, now_s - request.arrival_s, self._thread.engine.first_token_s(request.num_prompt_tokens))
 
     def _on_job_end(self, job: Job) -> None:
         error = job.stream.error

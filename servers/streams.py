@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -93,6 +94,7 @@ class EventStream:
         self.accepted = asyncio.Event()  # the engine has queued the request; only set if there is a keeper
         self.closed = asyncio.Event()  # nothing more will come, and the engine holds nothing of the request
         self.keeper = keeper
+        self.first_s: float | None = None  # time.monotonic, when the first token came
         self._interval = interval or math.inf
         self._kept: dict[int, _Merged] = {}
         self._detached = False  # nobody will take anything
@@ -113,6 +115,8 @@ class EventStream:
             if event.error is not None:
                 self.fail(event.error)
                 return True
+            if self.first_s is None:
+                self.first_s = time.monotonic()
             if self.keeper is not None:
                 _add(self._kept, event)
                 error = self.keeper.grow(_num_values(event) + _num_logprobs(event.prompt_logprobs or ()))

@@ -5,7 +5,8 @@
                                                     '---- a failure or stall ---'
 
 One thread uses it. Every request that `allow` lets in is reported to `ended` once, with the number `allow` gave it, so
-that what was let in before the breaker opened says nothing about the time after.
+that what was let in before the breaker opened says nothing about the time after. Who reports a deadline finds out whose
+fault it was (`is_late`): clients that leave less time than an idle engine takes must not shut out the others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,16 @@ log = logging.getLogger("dsjax")
 
 NUM_PROBES = 3  # requests let in every breaker_open_s while half open; as many successes close the breaker
 FAILURES = (ErrorCode.INTERNAL, ErrorCode.DEADLINE_EXCEEDED)  # not what clients do wrong, cancels, or a full queue
+LATE = 2.0  # a wait is the engine's fault from so many times what an idle one takes on
+
+
+def is_late(first_s: float, elapsed_s: float, idle_s: float) -> bool:
+    """Whether a deadline passed after `elapsed_s` because the engine was late: most of it went by before the first
+    token, which came after `first_s` (with no token all of it did), and an idle engine takes `idle_s` to that one.
+
+    Not one that passed while the answer was coming: how long that is, its client chose.
+    """
+    return first_s >= LATE * idle_s and first_s > elapsed_s / 2
 
 
 class BreakerState(enum.Enum):
@@ -70,8 +81,15 @@ class Breaker:
         return self.num_opened
 
     def ended(self, now_s: float, number: int, code: ErrorCode | None) -> None:
-        """Notes that a request let in has ended: with `code`, or None for an answer."""
-        if number != self.num_opened or not (code is None or code in FAILURES):
+        """Notes that a request let in has ended: with `code`, or None for an answer; CANCELLED for a deadline that was
+        not the engine's fault.
+
+        A probe that says nothing leaves its place to another, so that nobody can keep the breaker from closing.
+        """
+        if number != self.num_opened:
+            return
+        if not (code is None or code in FAILURES):
+            self._num_probes = max(0, self._num_probes - 1)  # of an earlier lot: its places are free already
             return
         config = self.config
         if self.state is BreakerState.HALF_OPEN:

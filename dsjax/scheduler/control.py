@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from dsjax.scheduler.plan import Rows, StepPlan
 from dsjax.scheduler.scheduler import Scheduler
 
 MIN_RETRY_S = 1.0  # nobody is told to come back sooner
+STEPS_TO_FIRST = 3  # one step runs when a request comes, the next is on its way, the third has its prompt
+STEP_WEIGHT = 0.2  # of the latest step in the mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ class Control:
         self.rate = ServiceRate()
         self.num_refused = self.num_shed = 0
         self._weights = {tenant.name: tenant.weight for tenant in config.scheduler.tenants}
+        self._step_s = 0.0  # mean time of steps; 0 before the first
         self._read_s = 0.0  # when the last step was read
         self._num_cached = 0  # scheduler's counter at that time
         scheduler.limits = self.controller.limits
@@ -169,7 +173,16 @@ class Control:
         if self.scheduler.waiting:
             self.rate.step(step_s, plan.num_tokens + self._num_cached - num_cached)
         self.scheduler.costs.step(step_s, plan.num_tokens, plan.num_rows)
+        self._step_s += (step_s - self._step_s) * (STEP_WEIGHT if self._step_s else 1)
         self.controller.step(now_s, step_s, max(part.num_tokens for part in plan.shards), num_rows)
+
+    def first_token_s(self, num_prompt: int) -> float:
+        """How long the first token takes, at the pace of the latest steps, if nobody waits; inf before any is known.
+
+        Any thread may ask.
+        """
+        tokens_per_s, step_s = self.scheduler.costs.tokens_per_s, self._step_s
+        return STEPS_TO_FIRST * step_s + num_prompt / tokens_per_s if tokens_per_s else math.inf
 
     def stats(self) -> ControlStats:
         limits = self.scheduler.limits

@@ -1,10 +1,12 @@
 """The circuit breaker, on a clock that the test sets."""
 
+import math
+
 import pytest
 
 from dsjax.config import OverloadConfig
 from dsjax.errors import ErrorCode, RequestError
-from dsjax.scheduler.breaker import NUM_PROBES, Breaker, BreakerState
+from dsjax.scheduler.breaker import NUM_PROBES, Breaker, BreakerState, is_late
 
 OK, FAILED = None, ErrorCode.INTERNAL
 
@@ -94,13 +96,35 @@ def test_a_probe_that_fails_opens_it_again():
     assert b.state is BreakerState.CLOSED
 
 
-def test_probes_that_say_nothing_are_followed_by_others():
+def test_probes_that_say_nothing_leave_their_places_to_others():
     b = opened()
-    for _ in range(NUM_PROBES):
-        b.ended(6.0, b.allow(5.0), ErrorCode.CANCELLED)
-    refusal(b, 9.9)
-    end(b, 10.0, *[OK] * NUM_PROBES)
+    end(b, 5.0, *[ErrorCode.CANCELLED, ErrorCode.INVALID_ARGUMENT, OK] * 2)
+    assert b.state is BreakerState.HALF_OPEN
+    held = b.allow(5.0)
+    refusal(b, 9.9)  # no more at a time than there are places
+    b.ended(9.9, held, ErrorCode.CANCELLED)
+    end(b, 9.9, OK)
     assert b.state is BreakerState.CLOSED
+
+
+def test_probes_of_an_earlier_lot_leave_no_places():
+    b = opened()
+    old = [b.allow(5.0) for _ in range(NUM_PROBES)]
+    b.allow(10.0)  # the next lot
+    for number in old:
+        b.ended(10.0, number, ErrorCode.CANCELLED)
+    for _ in range(NUM_PROBES):
+        b.allow(10.0)
+    refusal(b, 10.0)
+
+
+def test_a_deadline_is_the_engines_fault_if_most_of_it_went_by_before_a_token_that_an_idle_one_has_much_sooner():
+    assert is_late(5.0, 5.0, 0.1)  # it waited all the time
+    assert is_late(3.0, 5.0, 1.5)
+    assert not is_late(2.9, 5.0, 1.5)  # an idle engine would have been late too
+    assert not is_late(2.5, 5.0, 0.1)  # more than its half was left for the answer: that is too long
+    assert not is_late(0.001, 0.001, 0.005)
+    assert not is_late(5.0, 5.0, math.inf)  # nothing is known of the engine
 
 
 def test_requests_let_in_before_it_opened_say_nothing_later():

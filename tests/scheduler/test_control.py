@@ -381,3 +381,12 @@ def test_under_any_load_every_request_ends_once_and_counters_only_grow(seed):
         code is ErrorCode.RESOURCE_EXHAUSTED for codes in how.values() for code in codes
     ) + sum(n for name, n in accepted if name in cancelled)
     assert sum(len(e.token_ids) for e in events) <= stats.num_generated_tokens
+
+
+def test_how_long_the_first_token_takes_of_the_latest_steps_pace():
+    engine = engine_of(max_num_seqs=2, max_num_batched_tokens=8)
+    assert engine.first_token_s(1) == float("inf")  # no step has been read
+    engine.add(request("x", [1] * 8, max_tokens=3))
+    finish(engine, 2.0)
+    # a step takes 2 s, and one of 8 prompt tokens too: three steps, and 16 tokens at 4 a second
+    assert engine.first_token_s(16) == pytest.approx(3 * 2.0 + 16 / 4)

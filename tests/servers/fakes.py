@@ -104,6 +104,7 @@ class FakeEngine:
         self.raise_in_step: BaseException | None = None
         self.raise_in_add: Exception | None = None
         self.num_steps = 0
+        self.idle_s = 0.0  # what first_token_s says
         self.log: list[tuple[str, str]] = []
         self._max_num_seqs, self._max_num_waiting = max_num_seqs, max_num_waiting
         self._chunk, self._num_cached, self._script = chunk, num_cached, list(script.encode())
@@ -242,6 +243,9 @@ class FakeEngine:
 
     def close(self, error: BaseException | None = None) -> None:
         self.log.append(("close", "" if error is None else str(error)))
+
+    def first_token_s(self, num_prompt: int) -> float:
+        return self.idle_s
 
     def stats(self) -> FakeStats:
         used = len(self._running) + len(self._waiting)

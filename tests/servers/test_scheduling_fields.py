@@ -9,7 +9,7 @@ import pytest
 from dsjax.errors import ErrorCode, RequestError
 from dsjax.request import Request, TokenEvent
 from servers.proto.dsjax.v1 import inference_pb2 as pb
-from tests.servers.fakes import FakeEngine
+from tests.servers.fakes import Endless, FakeEngine
 from tests.servers.harness import Harness, collect, request, run, status, until
 
 FOREVER = {"ignore_eos": True, "max_tokens": 4000}
@@ -182,3 +182,37 @@ def test_what_clients_do_wrong_does_not_open_the_breaker():
         assert len(await collect(h.stub.Generate(request(stream=False, max_tokens=1)))) == 1
 
     run(test, _breaking(breaker_min_requests=1))
+
+
+@pytest.mark.parametrize(("idle_s", "opens"), [(60.0, False), (float("inf"), False), (0.001, True)])
+def test_a_deadline_opens_the_breaker_only_if_an_idle_engine_meets_it(idle_s, opens):
+    async def test(h: Harness):
+        h.engine.idle_s = idle_s
+        h.engine.gate.clear()
+        for _ in range(3):
+            assert (await status(collect(h.stub.Generate(request(), timeout=0.1))))[0] == "DEADLINE_EXCEEDED"
+            await until(h.server.service.requests.idle.is_set)
+            if opens:
+                break
+        h.engine.gate.set()
+        if opens:
+            assert "1 of the latest 1 requests failed" in (await status(collect(h.stub.Generate(request()))))[1]
+        else:
+            assert len(await collect(h.stub.Generate(request(stream=False, max_tokens=1)))) == 1
+        await h.idle()
+
+    run(test, _breaking(breaker_min_requests=1))
+
+
+def test_a_deadline_that_passes_at_once_or_while_the_answer_comes_leaves_the_breaker_closed():
+    async def test(h: Harness):
+        h.engine.idle_s = 0.05
+        for timeout_s in (1e-6, 1.0):
+            assert (await status(collect(h.stub.Generate(request(**FOREVER), timeout=timeout_s))))[0] == (
+                "DEADLINE_EXCEEDED"
+            )
+            await until(h.server.service.requests.idle.is_set)
+        assert len(await collect(h.stub.Generate(request(stream=False, max_tokens=1)))) == 1
+        await h.idle()
+
+    run(test, _breaking(Endless, breaker_min_requests=1))
