@@ -20,7 +20,7 @@ from dsjax import chat_markers as markers
 from dsjax.chat_messages import Turn, merge_turns, read_messages
 from dsjax.chat_parse import ParseError, ReplyDelta, ReplyParser, ToolCall, parse, parse_strict
 from dsjax.chat_strings import EFFORTS, ChatStrings, Segment
-from dsjax.errors import invalid
+from dsjax.errors import invalid, shown
 from dsjax.prompt_len import check_texts
 from dsjax.tokenizer import Tokenizer
 
@@ -78,14 +78,18 @@ def render(
 
     `messages` are OpenAI's, with the release's extras: roles `developer` and `latest_reminder`, and the fields
     `tools`, `response_format`, `task`, `wo_eos`. `tools` and `response_format` here are put on a leading system
-    message, which is made if there is none. `reasoning_effort` matters in thinking mode only. `strings` are the
-    checkpoint's texts. A conversation that ends in a system message opens no reply in the release; with
-    `reply_after_system` it does. Raises RequestError(INVALID_ARGUMENT) that names messages[i].field.
+    message, which is made if there is none. `reasoning_effort` adds text in thinking mode only, as in
+    the release. `strings` are the checkpoint's texts. A conversation that ends in a system message opens no reply in
+    the release; with `reply_after_system` it does. Raises RequestError(INVALID_ARGUMENT) that names messages[i].field.
     """
     if thinking_mode not in THINKING_MODES:
-        raise invalid(f"thinking_mode={thinking_mode!r} is not allowed: it must be one of {', '.join(THINKING_MODES)}")
+        raise invalid(
+            f"thinking_mode={shown(thinking_mode)} is not allowed: it must be one of {', '.join(THINKING_MODES)}"
+        )
     if reasoning_effort is not None and reasoning_effort not in EFFORTS:
-        raise invalid(f"reasoning_effort={reasoning_effort!r} is not allowed: it must be one of {', '.join(EFFORTS)}")
+        raise invalid(
+            f"reasoning_effort={shown(reasoning_effort)} is not allowed: it must be one of {', '.join(EFFORTS)}"
+        )
     turns = merge_turns(read_messages(messages, tools=tools, response_format=response_format))
     thinking = thinking_mode == "thinking"
     keep_all = not drop_thinking or any(turn.tools for turn in turns)

@@ -18,7 +18,7 @@ from dsjax.cache.tiers import Tiers, TierStats
 from dsjax.config import EngineConfig, ModelConfig
 from dsjax.distributed import Leader
 from dsjax.engine_tiers import EngineTiers
-from dsjax.errors import ErrorCode, RequestError
+from dsjax.errors import ErrorCode, RequestError, shown
 from dsjax.request import Request, TokenEvent
 from dsjax.request_bounds import RequestBounds
 from dsjax.runner.compiles import COMPILES
@@ -136,13 +136,11 @@ class Engine:
         if request.request_id in self._live:
             raise RequestError(
                 ErrorCode.ALREADY_EXISTS,
-                f"request_id={request.request_id!r} is live; use another, or none for a new one",
+                f"request_id={shown(request.request_id)} is live; use another, or none for a new one",
             )
         max_total = self._bounds.check(request)
         params, max_total = self.control.promise(now_s, params, request.num_prompt_tokens, max_total)
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self._bounds.eos_ids
+        stop_ids = self._bounds.stop_ids(params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         sequences: list[LiveSequence] = []
         for index in range(params.n):
@@ -306,6 +304,9 @@ class Engine:
     def prefetch(self, *, token_ids: Sequence[int] = (), session_id: str = "", cache_salt: str = "") -> bool:
         """A hint that a request will soon begin with these tokens, or go on where the session's last one ended.
 
-        Moves what the tiers have of them up to the device. False if that is nothing.
+        Moves what the tiers have of them up to the device. False if that is nothing. Raises
+        RequestError(INVALID_ARGUMENT) for tokens that no request may begin with.
         """
+        if len(token_ids) or not session_id:
+            self._bounds.check_prompt(token_ids)
         return self.tiers.prefetch(token_ids, session_id, cache_salt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import reprlib
 
 
 class ErrorCode(enum.Enum):
@@ -34,6 +35,25 @@ class RequestError(Exception):
 def invalid(message: str) -> RequestError:
     """The commonest refusal: a field of the request is wrong."""
     return RequestError(ErrorCode.INVALID_ARGUMENT, message)
+
+
+class _Short(reprlib.Repr):
+    def __init__(self):
+        super().__init__()
+        self.maxstring = self.maxother = 80
+        self.maxtuple = self.maxlist = self.maxdict = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()  # Python refuses to write out thousands of digits
+        return super().repr_int(x, level) if bits < 1024 else f"an integer of {bits} bits"
+
+
+_SHORT = _Short()
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: short, so that what comes after it is read."""
+    return _SHORT.repr(value)
 
 
 class ConfigError(ValueError):

@@ -6,14 +6,16 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from numbers import Number
+from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from dsjax.config import MESH_PATH, EngineConfig, override_all
 from dsjax.config_fields import field_paths, flag_name
 from dsjax.engine import Engine
-from dsjax.errors import ConfigError, invalid
+from dsjax.errors import ConfigError, invalid, shown
 from dsjax.prompt_len import check_texts
 from dsjax.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 
@@ -87,12 +89,9 @@ class LLM:
         `params` is one for all or one a prompt. Raises RequestError, for the first prompt that is refused; the
         others are then dropped.
         """
-        batch = cast(list[Prompt], [prompts] if _is_single(prompts) else list(prompts))
-        each = (
-            [params or SamplingParams()] * len(batch)
-            if params is None or isinstance(params, SamplingParams)
-            else params
-        )
+        batch = _batch(prompts)
+        each = params if isinstance(params, (list, tuple)) else [_params(params)] * len(batch)
+        each = [_params(one) for one in each]
         if len(each) != len(batch):
             raise invalid(f"params has {len(each)} entries for {len(batch)} prompts: give one, or one a prompt")
         waiting = list(zip(batch, each, strict=True))
@@ -120,7 +119,7 @@ class LLM:
         Several streams may be open at once, and `generate` be called meanwhile: each call moves all of them on. To
         close a stream drops its request.
         """
-        params = params or SamplingParams()
+        params = _params(params)
         request_id, _ = self._add(prompt, params)
         unread = self._unread[request_id] = deque()
         remaining = params.n
@@ -151,6 +150,8 @@ class LLM:
     def _add(self, prompt: Prompt, params: SamplingParams) -> tuple[str, RequestOutput]:
         request_id = f"llm-{next(self._ids)}"
         text = prompt if isinstance(prompt, str) else None
+        if text is None and not _is_list(prompt):
+            raise invalid(f"prompt={shown(prompt)} is not allowed: it must be a text or a list of token ids")
         ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.engine.add(Request(request_id=request_id, prompt_token_ids=ids, params=params))
         outputs = [Completion(index=i) for i in range(params.n)]
@@ -163,5 +164,21 @@ class LLM:
         return self.engine.tokenizer.encode(text)
 
 
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _batch(prompts: Any) -> list[Prompt]:
+    """What `generate` is given, as a list; one that begins with a number is a prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not _is_list(prompts):
+        raise invalid(f"prompts={shown(prompts)} is not allowed: give a text, a list of token ids, or a list of those")
+    return [prompts] if len(prompts) and isinstance(prompts[0], Number) else list(prompts)
+
+
+def _params(params: Any) -> SamplingParams:
+    """Those of a prompt; None is the defaults."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise invalid(f"params={shown(params)} is not allowed: it must be SamplingParams, one for all or one a prompt")
+    return params or SamplingParams()
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, (str, bytes, bytearray))

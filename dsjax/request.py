@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from dsjax.errors import RequestError, invalid
+from dsjax.errors import RequestError, invalid, shown
+from dsjax.request_fields import biases, boolean, integer, integers, number, strings, wrong
 
 MAX_LOGPROBS = 20  # vLLM's default for --max_logprobs; the width of the step's top-logprob output
 MAX_TOP_K = (1 << 31) - 1  # of the step's integers; more than any vocabulary
 MAX_STOP_STRINGS = 16  # a bound on host work a token; OpenAI allows 4
+MAX_TEMPERATURE = 1e6  # every token is as likely as any other long before
+REPETITION_PENALTY = 1e-3, 1e3  # with more the logits would leave float32's range
 MAX_STOP_CHARS = 4096  # of one stop string; the automaton that finds them has a state for every character
 
 
@@ -45,7 +49,7 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps the whole vocabulary. `seed` makes a request
     reproducible in any company: its random numbers depend on (seed, position) alone. `max_tokens`
     None means as many as `max_model_len` leaves. `logprobs`/`prompt_logprobs` ask for that many
-    of the most likely tokens besides the chosen one.
+    of the most likely tokens besides the chosen one. A `logit_bias` below -1e6 bans its token.
     Raises RequestError(INVALID_ARGUMENT) for a value outside its range.
     """
 
@@ -70,39 +74,38 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self):
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for read, names in _FIELDS.items():
+            for name in names:
+                given = getattr(self, name)
+                if given is not None or name not in _OPTIONAL:
+                    value = read(name, given)
+                    if value is not given:
+                        object.__setattr__(self, name, value)
 
         def check(name: str, ok: bool, limit: str) -> None:
             if not ok:
-                raise invalid(f"{name}={getattr(self, name)!r} is not allowed: {limit}")
+                raise wrong(name, getattr(self, name), limit)
 
-        for name in ("n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            check(name, value is None or hasattr(value, "__index__"), "it must be a whole number")
-        check("stop_token_ids", all(hasattr(i, "__index__") for i in self.stop_token_ids), "they must be whole numbers")
-        check("stop", all(isinstance(text, str) for text in self.stop), "they must be strings")
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for name in _FIELDS[number]:
             check(name, math.isfinite(getattr(self, name)), "it must be a finite number")
         check("n", 1 <= self.n <= 128, "it must be in [1, 128]")
-        check("temperature", self.temperature >= 0, "it must be 0 (greedy) or more")
+        check("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, f"it must be in [0, {MAX_TEMPERATURE:g}]")
         check("top_p", 0 < self.top_p <= 1, "it must be in (0, 1]")
         check("top_k", self.top_k >= -1, "it must be 0 or -1 (all tokens) or the number of tokens to keep")
         check("top_k", self.top_k <= MAX_TOP_K, f"it must be at most {MAX_TOP_K}")
         check("min_p", 0 <= self.min_p <= 1, "it must be in [0, 1]")
         check("presence_penalty", -2 <= self.presence_penalty <= 2, "it must be in [-2, 2]")
         check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "it must be in [-2, 2]")
-        check("repetition_penalty", self.repetition_penalty > 0, "it must be more than 0 (1 is none)")
+        low, high = REPETITION_PENALTY
+        check("repetition_penalty", low <= self.repetition_penalty <= high, f"it must be in [{low:g}, {high:g}]")
         check("min_tokens", self.min_tokens >= 0, "it must be 0 or more")
         check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "it must be 1 or more, or absent")
         check(
             "min_tokens",
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            f"it must be at most max_tokens={self.max_tokens}",
+            f"it must be at most max_tokens={shown(self.max_tokens)}",
         )
-        check("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings")
+        check("stop", len(self.stop) <= MAX_STOP_STRINGS, f"it must have at most {MAX_STOP_STRINGS} strings")
         check("stop", all(self.stop), "a stop string must not be empty")
         longest = max(map(len, self.stop), default=0)  # not shown whole: it may be megabytes
         if longest > MAX_STOP_CHARS:
@@ -110,11 +113,18 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             check(name, value is None or 0 <= value <= MAX_LOGPROBS, f"it must be in [0, {MAX_LOGPROBS}]")
-        for token, bias in self.logit_bias.items():
-            if token < 0 or math.isnan(bias) or bias == math.inf:
-                raise invalid(
-                    f"logit_bias[{token}]={bias} is not allowed: the token must be an id and the bias a number"
-                )
+
+
+# How each field is read from what was given.
+_FIELDS: dict[Callable[[str, Any], Any], tuple[str, ...]] = {
+    integer: ("n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"),
+    number: ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    boolean: ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+    strings: ("stop",),
+    integers: ("stop_token_ids",),
+    biases: ("logit_bias",),
+}
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)

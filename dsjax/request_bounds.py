@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsjax import request_fields
 from dsjax.cache.spec import CacheSpec
 from dsjax.config import EngineConfig, ModelConfig, SchedulerConfig
-from dsjax.errors import invalid
+from dsjax.errors import invalid, shown
 from dsjax.prompt_len import check_prompt_len
-from dsjax.request import Request
+from dsjax.request import Request, SamplingParams
+from dsjax.request_fields import MAX_BIAS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +39,17 @@ class RequestBounds:
             has_tokenizer=has_tokenizer,
         )
 
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Ids that end a sequence, from its min_tokens on."""
+        stop_ids = frozenset(params.stop_token_ids)
+        return stop_ids if params.ignore_eos else stop_ids | self.eos_ids
+
     def check(self, request: Request) -> int:
         """Prompt and output tokens the request may reach. RequestError(INVALID_ARGUMENT) if it cannot be served."""
         ids, params, vocab = request.prompt_token_ids, request.params, self.vocab_size
-        if not ids:
-            raise invalid("the prompt is empty: give at least one token")
-        check_prompt_len(len(ids), self.max_model_len)
+        self.check_prompt(ids)
         if params.n > self.scheduler.max_num_waiting:
             raise invalid(f"n={params.n} is more than may wait: max_num_waiting={self.scheduler.max_num_waiting}")
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= vocab:
-            raise invalid(
-                f"prompt token {low if low < 0 else high} is not a token: ids of this model are in "
-                f"[0, vocab_size={vocab})"
-            )
         scheduler = self.scheduler
         if not scheduler.enable_chunked_prefill and len(ids) > scheduler.max_num_batched_tokens:
             raise invalid(
@@ -73,6 +74,28 @@ class RequestBounds:
             bad = next((i for i in named if not 0 <= i < vocab), None)
             if bad is not None:
                 raise invalid(f"{name} names token {bad}: ids of this model are in [0, vocab_size={vocab})")
+        banned = {token for token, bias in params.logit_bias.items() if bias == -math.inf}
+        if len(banned) == vocab:
+            raise invalid(
+                f"logit_bias bans all tokens: one at least must have a bias of {-MAX_BIAS:g} or more, or none"
+            )
+        if params.min_tokens and len(self.stop_ids(params) | banned) == vocab:
+            raise invalid(
+                f"min_tokens={params.min_tokens} cannot be reached: every token ends the answer "
+                "(stop_token_ids, the end token) or is banned (logit_bias)"
+            )
         if params.stop and not self.has_tokenizer:
             raise invalid("stop needs a tokenizer and this engine has none; use stop_token_ids")
         return total
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Raises RequestError(INVALID_ARGUMENT) unless the model can go on from these ids."""
+        if not len(ids):
+            raise invalid("the prompt is empty: give at least one token")
+        check_prompt_len(len(ids), self.max_model_len)
+        low, high = request_fields.ends("prompt", ids)
+        if low < 0 or high >= self.vocab_size:
+            raise invalid(
+                f"prompt token {shown(low if low < 0 else high)} is not a token: ids of this model are in "
+                f"[0, vocab_size={self.vocab_size})"
+            )

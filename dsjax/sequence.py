@@ -52,7 +52,7 @@ class LiveSequence:
         detokenizer, num_output = self._detokenizer, len(self._token_ids) - self._num_prompt
         text, logprobs = "", ()
         reason = matched = prompt_logprobs = None
-        if token in self._stop_ids:  # never before min_tokens: the step holds these ids back until then
+        if token in self._stop_ids:  # never before min_tokens: the step holds these ids back, and others are left
             reason = FinishReason.STOP
             params = self.request.params
             matched = token if token in params.stop_token_ids else None

@@ -114,7 +114,12 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_boolean("chat", False, "send chat messages; off, the model continues the text", flag_values=values)
     flags.DEFINE_string("system", "", "system message of a chat", flag_values=values)
     flags.DEFINE_boolean("thinking", False, "let a chat reason first", flag_values=values)
-    flags.DEFINE_string("reasoning_effort", None, "low, high or max, of a chat with --thinking", flag_values=values)
+    flags.DEFINE_string(
+        "reasoning_effort",
+        None,
+        "low, high or max, of a chat with --thinking; without it, it changes nothing",
+        flag_values=values,
+    )
     flags.DEFINE_float("timeout_s", None, "deadline of each call", flag_values=values)
     flags.DEFINE_float("wait_s", 0.0, "wait up to so long for the server to be ready", flag_values=values)
     flags.DEFINE_integer(

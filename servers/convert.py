@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor import FieldDescriptor
 
-from dsjax.errors import ErrorCode, RequestError, invalid
+from dsjax.errors import ErrorCode, RequestError, invalid, shown
 from dsjax.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from servers.proto.dsjax.v1 import inference_pb2 as pb
 
@@ -52,8 +52,8 @@ def check_request(message: pb.GenerateRequest) -> None:
         )
     if message.interactive_timeout_s and not (message.request_id.isascii() and message.request_id.isprintable()):
         raise invalid(
-            f"request_id={message.request_id!r} is not allowed with interactive_timeout_s: as job-id it travels in "
-            "metadata, so it must be printable ASCII"
+            f"request_id={shown(message.request_id)} is not allowed with interactive_timeout_s: as job-id it travels "
+            "in metadata, so it must be printable ASCII"
         )
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dsjax.errors import ConfigError, ErrorCode, RequestError
+from dsjax.errors import ConfigError, ErrorCode, RequestError, shown
 from dsjax.request import FinishReason, Request, TokenEvent
 from servers.engine_like import EngineLike
 from servers.live import Batch, Live, LiveRequests
@@ -357,7 +357,8 @@ def _internal(what: str, error: BaseException) -> RequestError:
 
 def _live_id(request_id: str) -> RequestError:
     return RequestError(
-        ErrorCode.ALREADY_EXISTS, f"request_id={request_id!r} belongs to a live request: use another, or leave it empty"
+        ErrorCode.ALREADY_EXISTS,
+        f"request_id={shown(request_id)} belongs to a live request: use another, or leave it empty",
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from dsjax.errors import ErrorCode, RequestError
+from dsjax.errors import ErrorCode, RequestError, shown
 from dsjax.request import Request
 from servers.engine_thread import EngineThread
 from servers.prompts import Prompt
@@ -93,8 +93,8 @@ class JobStore:
         if request_id in self._jobs:
             raise RequestError(
                 ErrorCode.ALREADY_EXISTS,
-                f"request_id={request_id!r} belongs to a job: use another, or leave it empty; an ended job goes with "
-                f"GetResult(discard) or after job_ttl_s={self.job_ttl_s:g}",
+                f"request_id={shown(request_id)} belongs to a job: use another, or leave it empty; an ended job goes "
+                f"with GetResult(discard) or after job_ttl_s={self.job_ttl_s:g}",
             )
 
     def publish(self, job: Job) -> None:
@@ -112,7 +112,7 @@ class JobStore:
         if job is None or not job.public:
             raise RequestError(
                 ErrorCode.NOT_FOUND,
-                f"job_id={job_id!r} is no job: it never was, was discarded, or ended more than "
+                f"job_id={shown(job_id)} is no job: it never was, was discarded, or ended more than "
                 f"job_ttl_s={self.job_ttl_s:g} ago",
             )
         return job

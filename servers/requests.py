@@ -23,7 +23,7 @@ from typing import TypeVar
 import grpc
 
 from dsjax.chat import ChatStrings
-from dsjax.errors import ErrorCode, RequestError, invalid
+from dsjax.errors import ErrorCode, RequestError, invalid, shown
 from dsjax.request import Request, TokenEvent
 from dsjax.scheduler.breaker import Breaker, is_late
 from servers import convert, prompts
@@ -137,7 +137,7 @@ class Requests:
             request, prompt, aborted = await self._prepare(message, context, outlives_call=True)
             if aborted:
                 raise RequestError(
-                    ErrorCode.CANCELLED, f"request_id={request.request_id!r} was aborted before it was queued"
+                    ErrorCode.CANCELLED, f"request_id={shown(request.request_id)} was aborted before it was queued"
                 )
             job = self.jobs.open(request, prompt, admission.number)
             admission.stream = job.stream

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from dsjax.errors import ErrorCode, RequestError
+from dsjax.errors import ErrorCode, RequestError, shown
 from servers import convert
 
 log = logging.getLogger("dsjax.server")
@@ -26,7 +26,7 @@ class BecameJob(RequestError):
         super().__init__(
             ErrorCode.DEADLINE_EXCEEDED,
             f"interactive_timeout_s={timeout_s:g} passed before the answer was complete: the request goes on as "
-            f"job_id={job_id!r}, ask GetResult",
+            f"job_id={shown(job_id)}, ask GetResult",
         )
         self.job_id = job_id
 
@@ -53,4 +53,7 @@ def _metadata(error: RequestError) -> tuple[tuple[str, str], ...]:
 
 def _short(message: str) -> str:
     raw = message.encode()
-    return message if len(raw) <= MAX_STATUS_BYTES else raw[:MAX_STATUS_BYTES].decode(errors="ignore") + "..."
+    if len(raw) <= MAX_STATUS_BYTES:
+        return message
+    half = MAX_STATUS_BYTES // 2  # what a message shows may be long; the reason comes after it
+    return raw[:half].decode(errors="ignore") + "..." + raw[-half:].decode(errors="ignore")

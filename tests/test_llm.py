@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 
+import numpy as np
 import pytest
 
 from configs.models import MODELS
@@ -57,6 +59,12 @@ def test_a_seeded_answer_is_the_same_in_any_company():
     assert crowd[3].outputs[0].token_ids == alone.outputs[0].token_ids
 
 
+def test_ids_of_numpy_are_a_prompt():
+    ids = nano().engine.tokenizer.encode(PROMPTS[0])  # type: ignore[union-attr]
+    outputs = [nano().generate(prompt, GREEDY)[0] for prompt in (PROMPTS[0], ids, np.array(ids), [np.array(ids)])]
+    assert all(output.outputs[0].token_ids == outputs[0].outputs[0].token_ids for output in outputs)
+
+
 def test_n_answers_of_one_prompt():
     (output,) = nano().generate(PROMPTS[1], SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=5))
     assert [o.index for o in output.outputs] == [0, 1, 2]
@@ -89,6 +97,23 @@ def test_refusals_leave_the_engine_as_it_was():
         nano().generate([[5] * 1024], GREEDY)
     with pytest.raises(RequestError, match="params has 2 entries for 1 prompts"):
         nano().generate(["a"], [GREEDY, GREEDY])
+    for prompts, message in (
+        (None, "prompts=None is not allowed: give a text, a list of token ids, or a list of those"),
+        (b"x", "prompts=b'x' is not allowed"),
+        ({"prompt": "x"}, "prompts={'prompt': 'x'} is not allowed"),
+        (["x", b"x"], "prompt=b'x' is not allowed: it must be a text or a list of token ids"),
+        ([1, 2.5, 3], "prompt[1]=2.5 is not allowed: it must be a whole number"),
+        ([2.5, 3], "prompt[0]=2.5 is not allowed: it must be a whole number"),
+        ([[1, 2], [3, "x"]], "prompt[1]='x' is not allowed: it must be a whole number"),
+        ([[1, 2], 3], "prompt=3 is not allowed: it must be a text or a list of token ids"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(message)):
+            nano().generate(prompts, GREEDY)
+    for params in ({"max_tokens": 3}, ["x"], 3):
+        with pytest.raises(RequestError, match=r"params=.* is not allowed: it must be SamplingParams, one for all or"):
+            nano().generate(["a"], params)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="params=3 is not allowed"):
+        next(nano().stream("a", 3))  # type: ignore[arg-type]
     stats = nano().engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_pages_free + stats.num_pages_cached == stats.num_pages_total

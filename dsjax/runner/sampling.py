@@ -26,6 +26,8 @@ _PROMPT_ROWS = 16  # prompt positions whose logits exist at a time
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "use_bias")
 FLAGS = ("random", "filter", "penalties", "bias", "logprobs", "prompt_logprobs")
 _UINT64 = (1 << 64) - 1
+MIN_TEMPERATURE = 1e-6  # below it the draw is greedy: only logits that float32 hardly tells apart could be drawn
+_TINY = float(np.finfo(np.float32).tiny)  # as top_p it keeps the most likely token, which 0 would not
 
 
 class SlotTables(NamedTuple):
@@ -126,8 +128,8 @@ class SlotParams:
         return sorted({*first, *np.flatnonzero(rows.end == self.free_at[rows.slot]).tolist()})
 
     def _set(self, row: RowPlan) -> None:
-        p, slot, random = row.request.params, row.cache.slot, row.request.params.temperature > 0
-        filters = (p.temperature, p.top_p, p.min_p) if random else (0.0, 1.0, 0.0)
+        p, slot, random = row.request.params, row.cache.slot, row.request.params.temperature >= MIN_TEMPERATURE
+        filters = (p.temperature, max(p.top_p, _TINY), p.min_p) if random else (0.0, 1.0, 0.0)
         self.floats[slot] = *filters, p.presence_penalty, p.frequency_penalty, p.repetition_penalty, has_bias(p)
         excludes = random and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
         asks = p.logprobs is not None, p.prompt_logprobs is not None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dsjax.cache.manager import CacheManager
 from dsjax.cache.prefix import UnitHashes
 from dsjax.config import SchedulerConfig
-from dsjax.errors import ErrorCode, RequestError
+from dsjax.errors import ErrorCode, RequestError, shown
 from dsjax.request import Path, Request, Status
 from dsjax.scheduler import policy
 from dsjax.scheduler.placement import preferred
@@ -103,8 +103,8 @@ class Scheduler:
         if limits and limits.max_num_waiting and self.waiting.num_waiting(tenant) + num > limits.max_num_waiting:
             raise RequestError(
                 ErrorCode.RESOURCE_EXHAUSTED,
-                f"{self.waiting.num_waiting(tenant)} requests of tenant {tenant!r} are waiting and {num} more exceed "
-                f"its max_num_waiting={limits.max_num_waiting}; retry later",
+                f"{self.waiting.num_waiting(tenant)} requests of tenant {shown(tenant)} are waiting and {num} more "
+                f"exceed its max_num_waiting={limits.max_num_waiting}; retry later",
             )
 
     def schedule(self, now_s: float) -> StepPlan:

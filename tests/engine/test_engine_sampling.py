@@ -6,7 +6,7 @@ import pytest
 from dsjax.request import FinishReason
 from tests import fakes
 from tests.fakes import ByteTokenizer, assert_idle, drain, request, tokens_of
-from tests.tiny_model import random_prompt, solo, tiny_engine
+from tests.tiny_model import random_prompt, solo, tiny_config, tiny_engine
 
 NO_CACHE = {"enable_prefix_caching": False}
 PROMPT = random_prompt(3, 12)
@@ -199,3 +199,42 @@ def test_eos_the_model_does_not_have_is_no_stop():
     engine = tiny_engine(eos_token_ids=(100_000,))
     engine.add(request("a", PROMPT, max_tokens=4, min_tokens=2, ignore_eos=False))
     assert tokens_of(drain(engine)["a"]) == solo(PROMPT, 4)
+
+
+OTHERS = [token for token in range(tiny_config().vocab_size) if token != 7]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0, "top_p": 1e-46},  # 0 in float32, and so is the next one's
+        {"temperature": 1e-46},
+        {"temperature": 1e-7},
+        {"temperature": 1e6, "top_k": 1},
+        {"temperature": 1.0, "top_p": 1e-38},
+    ],
+)
+def test_parameters_at_the_ends_of_their_ranges_are_greedy(params):
+    engine = tiny_engine()
+    engine.add(request("a", PROMPT, max_tokens=6, seed=1, **params))
+    assert tokens_of(drain(engine)["a"]) == solo(PROMPT, 6)
+
+
+@pytest.mark.parametrize("penalty", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "logit_bias", [{7: 1e6}, dict.fromkeys(OTHERS, -1e308), dict.fromkeys(OTHERS, -1e6), dict.fromkeys(OTHERS, -np.inf)]
+)
+def test_a_bias_at_the_end_of_its_range_leaves_one_token(logit_bias, temperature, penalty):
+    engine = tiny_engine()
+    params = {"temperature": temperature, "repetition_penalty": penalty, "logit_bias": logit_bias}
+    engine.add(request("a", [7], max_tokens=3, seed=1, **params))
+    assert tokens_of(drain(engine)["a"]) == [7] * 3
+
+
+def test_min_tokens_with_one_token_that_does_not_stop():
+    engine = tiny_engine()
+    engine.add(request("a", PROMPT, max_tokens=10, min_tokens=5, stop_token_ids=OTHERS, logit_bias={7: -1e6}))
+    events = drain(engine)["a"]
+    tokens = tokens_of(events)
+    assert tokens[:5] == [7] * 5 and len(tokens) == 6 and events[-1].matched_stop == tokens[5] != 7

@@ -11,6 +11,7 @@ import pytest
 
 from dsjax.cache.disk import Disk
 from dsjax.cache.tiers import Tiers
+from dsjax.errors import ErrorCode, RequestError
 from dsjax.scheduler.scheduler import MAX_LOAD_WAIT_S
 from tests.cache.inline import Inline
 from tests.fakes import assert_idle, drain, find_running, preempt, request, tokens_of
@@ -164,6 +165,21 @@ def test_a_session_is_prefetched(tmp_path):
     flood(engine, 101)
     assert engine.prefetch(token_ids=random_prompt(100, 17))
     assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("hint", "message"),
+    [
+        ({}, "the prompt is empty"),
+        ({"token_ids": [], "cache_salt": "s"}, "the prompt is empty"),
+        ({"token_ids": [1, 1 << 20]}, "prompt token 1048576 is not a token"),
+        ({"token_ids": [1] * 4096}, "the prompt has 4096 tokens"),
+    ],
+)
+def test_a_hint_that_no_request_may_begin_with_is_refused(hint, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        tiny_engine().prefetch(**hint)
+    assert caught.value.code is ErrorCode.INVALID_ARGUMENT
 
 
 def test_reset_forgets_all_tiers(tmp_path):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from dsjax.errors import invalid
 from dsjax.request import MAX_LOGPROBS
 from servers.proto.dsjax.v1 import inference_pb2 as pb
 from tests.servers.fakes import EOS_ID, FakeEngine, FakeTokenizer
@@ -241,3 +242,13 @@ def test_a_server_without_tokenizer_takes_ids_only():
         assert code == "INVALID_ARGUMENT" and "send token_ids, or set --tokenizer" in details
 
     run(test, engine)
+
+
+def test_a_long_error_keeps_its_end_where_the_reason_is():
+    async def test(h: Harness):
+        h.engine.raise_in_add = invalid(f"it={'é' * 3000} is not allowed: the reason")
+        details = (await status(collect(h.stub.Generate(request()))))[1]
+        assert details.startswith("it=éé") and details.endswith("éé is not allowed: the reason")
+        assert len(details.encode()) < 2100
+
+    run(test)

@@ -65,7 +65,7 @@ def test_json_lines_have_their_own_parameters_and_errors(tmp_path):
         ("p.jsonl", '{"prompt": "a"}\n{"promt": "b"}', "field 'promt' is unknown"),
         ("p.jsonl", "{}", "exactly one of prompt, prompt_token_ids, messages"),
         ("p.jsonl", '{"prompt": "a", "sampling_params": {"temprature": 1}}', "temprature"),
-        ("p.jsonl", '{"prompt": "a", "sampling_params": {"top_p": 2}}', "top_p=2 is not allowed"),
+        ("p.jsonl", '{"prompt": "a", "sampling_params": {"top_p": 2}}', "top_p=2.0 is not allowed"),
         ("p.jsonl", '{"prompt": "a", "request_id": "1"}\n{"prompt": "a", "request_id": "1"}', "stands twice"),
     ],
 )
