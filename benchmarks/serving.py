@@ -5,7 +5,7 @@
 
 Prints the lines of `vllm bench serve` and, with --output, appends one JSON line a run with the same field names, the
 resolved configuration, the machine and the versions. A run never sees another's prefixes, unless --reuse_prefix_cache.
-Exits 1 if any request failed.
+Exits 1 if any request failed, 2 for a wrong flag or file, or a server that does not answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,9 @@ from tqdm import tqdm
 from benchmarks import machine, metrics, workloads
 from benchmarks.metrics import Record
 from benchmarks.workloads import WorkItem
+from dsjax.config_fields import check
+from dsjax.errors import ConfigError
+from dsjax.request import SamplingParams
 from servers.flags import define_engine_flags, engine_config, parse, run
 
 USAGE = "python -m benchmarks.serving [--backend=offline|grpc] [flags]"
@@ -98,7 +101,6 @@ class Offline:
         from benchmarks import offline
         from dsjax.config_fields import field_paths
         from dsjax.engine import Engine
-        from dsjax.request import SamplingParams
 
         config = engine_config(VALUES)
         self.engine = Engine.from_config(config, progress=True)
@@ -106,11 +108,13 @@ class Offline:
         self.vocab_size = self.engine.model_config.vocab_size
         self.model_id = config.model
         self.config = field_paths(self.engine.config)
-        self._run, self._params = offline.run, SamplingParams
+        self._run = offline.run
 
     def send(self, items: Sequence[WorkItem], arrivals: list[float], salt: str, tick: Callable[[], object]) -> Sent:
         def params(item: WorkItem):
-            return self._params(temperature=TEMPERATURE.value, max_tokens=item.max_tokens, ignore_eos=IGNORE_EOS.value)
+            return SamplingParams(
+                temperature=TEMPERATURE.value, max_tokens=item.max_tokens, ignore_eos=IGNORE_EOS.value
+            )
 
         return self._run(
             self.engine,
@@ -135,7 +139,7 @@ class Grpc:
     def __init__(self):
         from benchmarks import online
 
-        server, model = asyncio.run(online.server_info(ADDRESS.value))
+        server, model = self._ask(online.server_info(ADDRESS.value))
         self.vocab_size = model.vocab_size
         self.model_id = model.model
         self.config = json.loads(server.config_json or "{}")
@@ -163,15 +167,46 @@ class Grpc:
     def counters(self) -> Mapping[str, Any]:
         from benchmarks import online
 
-        return asyncio.run(online.counters(ADDRESS.value))
+        return self._ask(online.counters(ADDRESS.value))
+
+    def _ask(self, answer: Coroutine[Any, Any, Any]) -> Any:
+        """Raises ConfigError if the server does not answer."""
+        import grpc
+
+        try:
+            return asyncio.run(answer)
+        except grpc.aio.AioRpcError as error:
+            raise ConfigError(
+                f"address={ADDRESS.value!r} does not answer: {error.code().name}: {error.details()}"
+            ) from error
 
 
-def work(vocab_size: int) -> list[WorkItem]:
-    """The requests that the flags ask for."""
-    if WORKLOAD.value:
-        items = workloads.load(WORKLOAD.value)
-        given = VALUES["num_prompts"].present
-        return items[: NUM_PROMPTS.value] if given and NUM_PROMPTS.value else items
+def check_flags() -> None:
+    """Raises ConfigError or RequestError for a flag of this program that cannot be used."""
+    for flag, low in (
+        (NUM_PROMPTS, 0 if WORKLOAD.value else 1), (INPUT_LEN, 1), (OUTPUT_LEN, 1), (PREFIX_LEN, 0), (WORKLOAD_SEED, 0),
+        (SERVER_PID, 0), (MAX_CONCURRENCY, 0), (RUNS, 1), (NUM_WARMUPS, 0),
+    ):  # fmt: skip
+        check(flag.value >= low, f"{flag.name}={flag.value} must be at least {low}")
+    check(REQUEST_RATE.value > 0, f"request_rate={REQUEST_RATE.value} must be more than 0, or inf")
+    check(0 <= RANGE_RATIO.value < 1, f"random_range_ratio={RANGE_RATIO.value} must be in [0, 1)")
+    SamplingParams(temperature=TEMPERATURE.value)
+    for flag in (SAVE_WORKLOAD, OUTPUT):
+        folder = Path(flag.value).parent
+        check(folder.is_dir(), f"{flag.name}={flag.value!r} cannot be written: {str(folder)!r} is no folder")
+
+
+def work_of_file() -> list[WorkItem] | None:
+    """The requests of --workload; None without one."""
+    if not WORKLOAD.value:
+        return None
+    items = workloads.load(WORKLOAD.value)
+    given = VALUES["num_prompts"].present
+    return items[: NUM_PROMPTS.value] if given and NUM_PROMPTS.value else items
+
+
+def random_work(vocab_size: int) -> list[WorkItem]:
+    """The requests that the flags describe."""
     return workloads.make_random(
         num_prompts=NUM_PROMPTS.value,
         input_len=INPUT_LEN.value,
@@ -183,7 +218,7 @@ def work(vocab_size: int) -> list[WorkItem]:
     )
 
 
-def measure(target: Target, items: list[WorkItem], number: int, salt: str) -> dict[str, Any]:
+def measure(target: Target, items: list[WorkItem], number: int, salt: str, ref: Any) -> dict[str, Any]:
     """Sends the workload once; the result as it is stored."""
     arrivals = workloads.arrival_times(len(items), REQUEST_RATE.value, WORKLOAD_SEED.value)
     cpu_before, before = target.cpu_s(), target.counters()
@@ -206,8 +241,8 @@ def measure(target: Target, items: list[WorkItem], number: int, salt: str) -> di
     if cpu_before is not None and cpu_after is not None:
         result["cpu_s"] = cpu_after - cpu_before
         result["output_tokens_per_cpu_s"] = result["total_output_tokens"] / max(result["cpu_s"], 1e-9)
-    if REF.value:
-        result |= metrics.compare(records, json.loads(Path(REF.value).read_text(encoding="utf-8")))
+    if ref is not None:
+        result |= metrics.compare(records, ref)
     if SAVE_DETAILED.value:
         result |= metrics.details(records)
     result["error_examples"] = sorted({r.error for r in records if r.error})[:3]
@@ -216,9 +251,12 @@ def measure(target: Target, items: list[WorkItem], number: int, salt: str) -> di
 
 
 def run_all() -> int:
-    """Measures what the flags describe. Returns the exit code."""
+    """Measures what the flags describe. Returns the exit code. Raises ConfigError for a wrong flag or file."""
+    check_flags()  # and files, before a model is loaded
+    given, ref = work_of_file(), workloads.read_json(REF.value) if REF.value else None
+    check(ref is None or isinstance(ref, dict), f"ref={REF.value!r} must hold a JSON object {{id: [tokens]}}")
     target: Target = Offline() if BACKEND.value == "offline" else Grpc()
-    items = work(target.vocab_size)
+    items = random_work(target.vocab_size) if given is None else given
     if SAVE_WORKLOAD.value:
         workloads.save(SAVE_WORKLOAD.value, items)
     salt = f"bench-{os.getpid()}-{time.time_ns()}"
@@ -227,8 +265,8 @@ def run_all() -> int:
         target.send(warm, [0.0] * len(warm), salt + "-warm", lambda: None)
     failed = 0
     for number in range(RUNS.value):
-        result = measure(target, items, number, salt if REUSE_PREFIX_CACHE.value else f"{salt}-{number}")
-        print(metrics.report(result))
+        result = measure(target, items, number, salt if REUSE_PREFIX_CACHE.value else f"{salt}-{number}", ref)
+        print(metrics.report(result) if result["completed"] else f"none of {len(items)} requests was answered")
         for error in result["error_examples"]:
             print(f"error: {error}")
         failed += result["failed"]

@@ -11,10 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.metrics import Record
+from dsjax.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,21 +29,36 @@ class WorkItem:
 
 
 def load(path: str | Path) -> list[WorkItem]:
-    """Reads a workload file. Raises ValueError naming the entry and the field that cannot be used."""
-    entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    """Reads a workload file. Raises ConfigError naming the file, and the entry and field that cannot be used."""
+    entries = read_json(path)
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{path}: it must be a list of at least one entry")
     items = []
     for position, entry in enumerate(entries):
         for name in ("id", "prompt", "max_tokens"):
-            if name not in entry:
-                raise ValueError(f"{path}: entry {position} lacks {name!r}")
-        if not entry["prompt"] or entry["max_tokens"] < 1:
-            raise ValueError(
+            if not isinstance(entry, dict) or name not in entry:
+                raise ConfigError(f"{path}: entry {position} lacks {name!r}")
+        prompt, numbers = entry["prompt"], (entry["id"], entry["max_tokens"])
+        if not isinstance(prompt, list) or not all(isinstance(number, int) for number in (*prompt, *numbers)):
+            raise ConfigError(
+                f"{path}: entry {position} needs a list of ids as prompt, and numbers as id and max_tokens"
+            )
+        if not prompt or entry["max_tokens"] < 1:
+            raise ConfigError(
                 f"{path}: entry {position} needs a prompt of at least 1 token and max_tokens of at least 1"
             )
-        items.append(WorkItem(id=entry["id"], prompt=tuple(entry["prompt"]), max_tokens=entry["max_tokens"]))
+        items.append(WorkItem(id=entry["id"], prompt=tuple(prompt), max_tokens=entry["max_tokens"]))
     if len({item.id for item in items}) != len(items):
-        raise ValueError(f"{path}: ids are not unique")
+        raise ConfigError(f"{path}: ids are not unique")
     return items
+
+
+def read_json(path: str | Path) -> Any:
+    """What a JSON file holds. Raises ConfigError if it cannot be read."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: it cannot be read as JSON: {error}") from error
 
 
 def save(path: str | Path, items: Sequence[WorkItem]) -> None:

@@ -45,6 +45,14 @@ def model_dir(model: str) -> Path:
     return path
 
 
+def check_config(config: EngineConfig) -> None:
+    """Raises ConfigError for what of a config cannot be used, as far as that can be told at once."""
+    ModelConfig.from_dir(model_dir(config.model))
+    _made("compilation_cache_dir", config.compilation_cache_dir)
+    if config.tiers.host_cache_bytes:
+        _made("disk_cache_dir", config.tiers.disk_cache_dir)
+
+
 def resolve_dtype(dtype: str, platform: str) -> jnp.dtype:
     """auto is float32 on the CPU, which multiplies it well, and bfloat16 elsewhere."""
     if dtype == "auto":
@@ -231,7 +239,7 @@ def _load_part(
     initialize(config.distributed)
     program_dir = None
     if config.distributed.num_processes == 1:
-        program_dir = _made(config.compilation_cache_dir)
+        program_dir = _made("compilation_cache_dir", config.compilation_cache_dir)
     else:  # which must find the same programs, or else all compile together: JAX sees to that
         use_compile_cache(config.compilation_cache_dir)
     return load_runner(
@@ -262,7 +270,7 @@ def load_tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:
 
 def use_compile_cache(folder: str) -> None:
     """Turns on JAX's persistent compilation cache, for programs that are no single engine's."""
-    path = _made(folder)
+    path = _made("compilation_cache_dir", folder)
     if path is None:
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
@@ -270,13 +278,13 @@ def use_compile_cache(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _made(folder: str) -> Path | None:
-    """The folder of `compilation_cache_dir`; None where it is empty. Raises ConfigError if it cannot be made."""
+def _made(name: str, folder: str) -> Path | None:
+    """The folder of the field `name`; None where it is empty. Raises ConfigError if it cannot be made."""
     if not folder:
         return None
     path = Path(folder).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"compilation_cache_dir={folder!r} cannot be made: {error.strerror}") from error
+        raise ConfigError(f"{name}={folder!r} cannot be made: {error.strerror}") from error
     return path

@@ -1,9 +1,9 @@
 """`dsjax-generate`: answers a file of prompts offline, with a progress bar, into JSON lines.
 
-A prompt file is text, one prompt a line, or (named *.jsonl) JSON lines with `prompt`, `prompt_token_ids` or `messages`,
-and if wanted `request_id` and `sampling_params`, whose fields win over the flags. Answers are written in the order of
-the prompts, each as soon as those before it are there; a prompt that the engine refuses gets `error`. Exit code 0, 1 if
-any prompt got an error, 2 for a wrong flag or file.
+A prompt file is text (- is stdin), one prompt a line, or (named *.jsonl) JSON lines with `prompt`, `prompt_token_ids`
+or `messages`, and if wanted `request_id` and `sampling_params`, whose fields win over the flags. Answers are written in
+the order of the prompts, each as soon as those before it are there; a prompt that the engine refuses gets `error`. Exit
+code 0, 1 if any prompt got an error, 2 for a wrong flag or file.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main(
 
 def _main(argv: Sequence[str], make_engine: MakeEngine, read_chat_strings: ReadStrings) -> int:
     values = flags.FlagValues()
-    flags.DEFINE_string("input", None, "file of prompts: text lines, or *.jsonl", flag_values=values)
+    flags.DEFINE_string("input", None, "file of prompts: text lines (- is stdin), or *.jsonl", flag_values=values)
     flags.DEFINE_string("output", "-", "file of answers; - is stdout", flag_values=values)
     flags.DEFINE_boolean("progress", True, "show progress bars on stderr", flag_values=values)
     server_flags.define_engine_flags(values)
@@ -107,6 +107,9 @@ def _main(argv: Sequence[str], make_engine: MakeEngine, read_chat_strings: ReadS
     server_flags.log_to_stderr()
     log.info("config: %s", server_flags.config_json(engine=config))
     with _opened(values.output) as out:
+        if not jobs:
+            log.info("input=%r holds no prompt: nothing is to be done", values.input)
+            return 0
         strings = read_chat_strings(config)
         engine = make_engine(config)
         engine.warm_up(values.progress)
@@ -124,9 +127,10 @@ def _main(argv: Sequence[str], make_engine: MakeEngine, read_chat_strings: ReadS
 
 
 def read_jobs(path: str, defaults: SamplingParams) -> list[Job]:
-    """The prompts of a file. Raises ConfigError that names the line."""
+    """The prompts of a file, or of stdin for "-". Raises ConfigError that names the line."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        text = data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"input={path!r} cannot be read: {error}") from error
     is_json = path.endswith(".jsonl")

@@ -44,9 +44,14 @@ def make_engine(config: EngineConfig) -> EngineLike:
 
 
 def read_chat_strings(config: EngineConfig) -> ChatStrings:
-    """The fixed chat texts in the model's folder. Raises ConfigError, also for a model that is not there."""
-    from dsjax.load import model_dir
+    """The fixed chat texts in the model's folder.
 
+    Raises ConfigError, also for a model that is not there and whatever else is wrong with the config at first sight: a
+    server listens only then.
+    """
+    from dsjax.load import check_config, model_dir
+
+    check_config(config)
     return ChatStrings.from_path(model_dir(config.model))
 
 

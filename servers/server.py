@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.metadata
 import logging
+import socket
 from collections.abc import Callable
 
 import grpc
@@ -82,8 +84,9 @@ class Server:
         reflection.enable_server_reflection(names, self._server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
+            _try_to_bind(self.config.host, self.config.port)
             self.port = self._server.add_insecure_port(f"{self._host}:{self.config.port}")
-        except RuntimeError as error:
+        except (OSError, RuntimeError, UnicodeError) as error:  # UnicodeError: no name of a host
             raise ConfigError(
                 f"host={self.config.host!r}, port={self.config.port} cannot be listened on: it is in use, no address "
                 "of this machine or not allowed; choose another --port (0 picks a free one) or --host"
@@ -151,6 +154,22 @@ class Server:
         """Waits until health says what the state is."""
         if self._tasks:
             await asyncio.wait(self._tasks)
+
+
+def _try_to_bind(host: str, port: int) -> None:
+    """Raises OSError if no address of `host` can be bound: gRPC would write lines of its own to stderr first."""
+    errors: list[OSError] = []
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            with socket.socket(family, kind, protocol) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+                trial.bind(address)
+            return
+        except OSError as error:
+            errors.append(error)
+    if all(error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES) for error in errors):
+        raise errors[0]
+    # gRPC knows ways around what is left, such as :: on a machine without IPv6
 
 
 async def _within(event: asyncio.Event, timeout_s: float) -> bool:

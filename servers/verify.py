@@ -6,6 +6,7 @@ differs, 2 for a wrong flag or folder.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,8 @@ def _main(argv: Sequence[str]) -> int:
     folders = server_flags.parse(values, argv, USAGE, positional=True)
     if len(folders) != 1:
         raise ConfigError(f"one checkpoint folder is needed, not {len(folders)}: {USAGE}")
+    if not 0 <= values.atol < math.inf:
+        raise ConfigError(f"atol={values.atol} must be 0 or more, and finite")
     from dsjax.load import use_compile_cache  # JAX starts here, after the flags were found good
     from dsjax.verify import ALL_MODES, parse_mode, verify
 

@@ -1,6 +1,7 @@
 """The benchmark program from flags to stored result, with a target that answers at once."""
 
 import json
+import socket
 
 import pytest
 
@@ -103,10 +104,61 @@ def test_random_requests_use_the_models_vocabulary(run):
     assert (results[0]["total_input_tokens"], results[0]["total_output_tokens"]) == (30, 6)
 
 
-def test_a_failed_request_is_exit_code_1(run, monkeypatch):
+def test_a_failed_request_is_exit_code_1(run, monkeypatch, capsys):
     def send(self, items, arrivals, salt, tick):
         return [Record(id=i.id, prompt_len=1, start_s=0.0, error="INTERNAL: dead") for i in items], 1.0
 
     monkeypatch.setattr(Instant, "send", send)
     code, results, _ = run("--num_prompts=2", "--num_warmups=0")
     assert (code, results[0]["failed"], results[0]["error_examples"]) == (1, 2, ["INTERNAL: dead"])
+    assert capsys.readouterr().out == "none of 2 requests was answered\nerror: INTERNAL: dead\n"  # no table of zeros
+
+
+@pytest.mark.parametrize(
+    ("flag", "sentence"),
+    [
+        ("--workload=/nowhere.json", "/nowhere.json: it cannot be read as JSON: [Errno 2] No such file"),
+        ("--ref=/nowhere.json", "/nowhere.json: it cannot be read as JSON: [Errno 2] No such file"),
+        ("--output=/nowhere/x", "output='/nowhere/x' cannot be written: '/nowhere' is no folder"),
+        ("--save_workload=/nowhere/x", "save_workload='/nowhere/x' cannot be written: '/nowhere' is no folder"),
+        ("--num_prompts=-2", "num_prompts=-2 must be at least 1"),
+        ("--num_prompts=0", "num_prompts=0 must be at least 1"),
+        ("--random_input_len=0", "random_input_len=0 must be at least 1"),
+        ("--random_output_len=-1", "random_output_len=-1 must be at least 1"),
+        ("--random_prefix_len=-1", "random_prefix_len=-1 must be at least 0"),
+        ("--random_range_ratio=1", "random_range_ratio=1.0 must be in [0, 1)"),
+        ("--runs=0", "runs=0 must be at least 1"),
+        ("--num_warmups=-1", "num_warmups=-1 must be at least 0"),
+        ("--max_concurrency=-1", "max_concurrency=-1 must be at least 0"),
+        ("--workload_seed=-1", "workload_seed=-1 must be at least 0"),
+        ("--request_rate=0", "request_rate=0.0 must be more than 0, or inf"),
+        ("--request_rate=nan", "request_rate=nan must be more than 0, or inf"),
+        ("--temperature=nan", "temperature=nan is not allowed: it must be a finite number"),
+    ],
+)
+def test_a_wrong_flag_is_said_before_a_model_is_loaded(flag, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(serving, "Offline", None)
+    assert _main(flag, monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"benchmarks.serving: error: {sentence}") and err.count("\n") == 1
+
+
+def test_a_server_that_does_not_answer_is_named(monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    assert _main("--backend=grpc", monkeypatch, f"--address={address}") == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"benchmarks.serving: error: address='{address}' does not answer: UNAVAILABLE: ")
+    assert err.count("\n") == 1
+
+
+def _main(flag: str, monkeypatch, *more: str) -> int:
+    """Runs the program and leaves its flags as they were."""
+    monkeypatch.setattr("sys.argv", ["benchmarks.serving", flag, *more])
+    serving.VALUES.unparse_flags()
+    try:
+        return serving.main()
+    finally:
+        for name in serving.VALUES:
+            serving.VALUES[name].unparse()
+        serving.VALUES.unparse_flags()

@@ -24,6 +24,11 @@ def test_file_round_trip(tmp_path):
         ([{"id": 0, "prompt": [], "max_tokens": 1}], "entry 0 needs a prompt of at least 1 token"),
         ([{"id": 0, "prompt": [1], "max_tokens": 0}], "max_tokens of at least 1"),
         ([{"id": 0, "prompt": [1], "max_tokens": 1}] * 2, "ids are not unique"),
+        ([], "must be a list of at least one entry"),
+        ({}, "must be a list of at least one entry"),
+        ([3], "entry 0 lacks 'id'"),
+        ([{"id": 0, "prompt": "hi", "max_tokens": 1}], "entry 0 needs a list of ids as prompt"),
+        ([{"id": 0, "prompt": [1], "max_tokens": "x"}], "entry 0 needs .*, and numbers as id and max_tokens"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path, entries, message):

@@ -1,6 +1,7 @@
 """Flags to configs: vLLM's names, dashes, precedence, and errors of one sentence."""
 
 import json
+import socket
 
 import pytest
 from absl import flags
@@ -139,6 +140,26 @@ def test_a_config_error_of_the_engine_is_one_line_and_exit_code_2(capfd):
     out, err = capfd.readouterr()
     assert (out, "dsjax-serve: error: model='/nowhere' has no config.json\n" in err) == ("", True)
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--model=/nowhere"], "model='/nowhere' is not a folder, nor an embedded model (dsjax-nano)"),
+        (["--compilation_cache_dir=/proc/nope"], "compilation_cache_dir='/proc/nope' cannot be made: "),
+        (["--disk_cache_dir=/proc/foo", "--disk_cache_bytes=1024", "--host_cache_bytes=1024"],
+         "disk_cache_dir='/proc/foo' cannot be made: "),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_at_first_sight_is_said_before_the_server_listens(flags, sentence, capfd):
+    def never(config):
+        raise AssertionError("the engine must not be made")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        argv = ["dsjax-serve", "--model=dsjax-nano", f"--port={taken.getsockname()[1]}", *flags]
+        assert main.main(argv, make_engine=never) == 2
+    err = capfd.readouterr().err
+    assert f"dsjax-serve: error: {sentence}" in err and "listen" not in err
 
 
 def test_every_flag_has_its_line_of_help():

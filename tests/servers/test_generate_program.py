@@ -1,5 +1,6 @@
 """dsjax-generate with a fake engine: files in, JSON lines out."""
 
+import io
 import json
 
 import pytest
@@ -80,3 +81,18 @@ def test_an_absent_file_is_named(tmp_path, capsys):
     assert "input='/nowhere.txt' cannot be read" in capsys.readouterr().err
     assert generate.main(["dsjax-generate"], make_engine=lambda config: FakeEngine()) == 2
     assert "name a file of prompts with --input" in capsys.readouterr().err
+
+
+def test_stdin_is_a_file_of_prompts(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\r\n\nx\n")))
+    argv = ["dsjax-generate", "--input=-", "--noprogress", "--max_tokens=1"]
+    assert generate.main(argv, make_engine=lambda config: FakeEngine(), read_chat_strings=_no_strings) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(a["prompt"], a["outputs"][0]["text"]) for a in answers] == [("ab", "c"), ("x", "y")]
+
+
+def test_no_prompts_need_no_engine(tmp_path):
+    (tmp_path / "p.txt").write_text("\n\n")
+    argv = ["dsjax-generate", f"--input={tmp_path / 'p.txt'}", f"--output={tmp_path / 'out'}"]
+    assert generate.main(argv, make_engine=None, read_chat_strings=None) == 0  # type: ignore[arg-type]
+    assert (tmp_path / "out").read_text() == ""

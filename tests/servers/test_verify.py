@@ -57,6 +57,9 @@ def test_a_changed_logit_or_token_fails(tmp_path, capsys):
         ([str(SET), "--weight_format=fp4"], "weight_format='fp4' must be one of auto, stored, widened"),
         ([str(SET), "--kv_cache_dtype=int3", "--mode=paged"], "kv_cache_dtype='int3' must be one of"),
         ([str(SET), "--what"], "what"),
+        ([str(SET), "--atol=-1"], "atol=-1.0 must be 0 or more, and finite"),
+        ([str(SET), "--atol=nan"], "atol=nan must be 0 or more, and finite"),
+        ([str(SET), "--atol=inf"], "atol=inf must be 0 or more, and finite"),
     ],
 )
 def test_wrong_use_is_one_sentence_and_exit_code_2(argv, message, capsys):
