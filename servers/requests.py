@@ -96,7 +96,7 @@ class Requests:
 
     async def generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Writes the answer, or raises BecameJob."""
-        with self._admission(context) as admission:
+        with self._admission(context, message.tenant) as admission:
             request, prompt, aborted = await self._prepare(message, context)
             answer = Answer(request, prompt)
             if aborted:
@@ -133,7 +133,7 @@ class Requests:
 
     async def submit(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.SubmitResponse:
         """Returns when the engine has queued the request."""
-        with self._admission(context) as admission:
+        with self._admission(context, message.tenant) as admission:
             request, prompt, aborted = await self._prepare(message, context, outlives_call=True)
             if aborted:
                 raise RequestError(
@@ -202,7 +202,7 @@ class Requests:
         return Breaker(self._thread.engine.config.overload)
 
     @contextlib.contextmanager
-    def _admission(self, context: grpc.aio.ServicerContext) -> Iterator[_Admission]:
+    def _admission(self, context: grpc.aio.ServicerContext, tenant: str) -> Iterator[_Admission]:
         """Asks the circuit breaker, and tells it how what runs inside ended, unless a job will."""
         admission = _Admission(self.breaker.allow(time.monotonic(), self._thread.step_s))
         self._num_calls += 1
@@ -225,7 +225,7 @@ class Requests:
             if code is ErrorCode.DEADLINE_EXCEEDED and not self._is_late(admission.stream):
                 code = ErrorCode.CANCELLED
             if not admission.by_job:
-                self.breaker.ended(time.monotonic(), admission.number, code)
+                self.breaker.ended(time.monotonic(), admission.number, code, tenant)
             self._num_calls -= 1
             self._look_idle()
 
@@ -239,7 +239,8 @@ class Requests:
 
     def _on_job_end(self, job: Job) -> None:
         error = job.stream.error
-        self.breaker.ended(time.monotonic(), job.admission, None if error is None else error.code)
+        code = None if error is None else error.code
+        self.breaker.ended(time.monotonic(), job.admission, code, job.request.tenant)
         self._look_idle()
 
     def _look_idle(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections import deque
+from collections import Counter, deque
 
 from dsjax.config import OverloadConfig
 from dsjax.errors import ErrorCode, RequestError
@@ -50,8 +50,9 @@ class Breaker:
         self.num_refused = 0
         self._since_s = 0.0  # when it opened; half open: when the present lot of probes began
         self._why = ""
-        self._ended: deque[tuple[float, bool]] = deque()  # closed: (when, failed) of the latest requests
-        self._num_failed = 0  # of those
+        self._ended: deque[tuple[float, bool, str]] = deque()  # closed: (when, failed, tenant) of the latest requests
+        self._num_ended: Counter[str] = Counter()  # those, by tenant
+        self._num_failed: Counter[str] = Counter()  # of those
         self._num_probes = 0  # let in, of the present lot
         self._num_good = 0  # probes that succeeded
 
@@ -80,7 +81,7 @@ class Breaker:
             self._num_probes += 1
         return self.num_opened
 
-    def ended(self, now_s: float, number: int, code: ErrorCode | None) -> None:
+    def ended(self, now_s: float, number: int, code: ErrorCode | None, tenant: str = "") -> None:
         """Notes that a request let in has ended: with `code`, or None for an answer; CANCELLED for a deadline that was
         not the engine's fault.
 
@@ -100,22 +101,35 @@ class Breaker:
                 log.info("the circuit breaker is closed: %d requests succeeded", NUM_PROBES)
                 self.state, self._num_probes = BreakerState.CLOSED, 0
             return
-        self._ended.append((now_s, code is not None))
-        self._num_failed += code is not None
+        self._ended.append((now_s, code is not None, tenant))
+        self._count(1, code is not None, tenant)
         while self._ended[0][0] <= now_s - config.breaker_window_s:
-            self._num_failed -= self._ended.popleft()[1]
-        num = len(self._ended)
-        if num >= config.breaker_min_requests and self._num_failed > config.breaker_error_rate * num:
+            self._count(-1, *self._ended.popleft()[1:])
+        num, num_failed = len(self._ended), self._num_failed.total()
+        if num >= config.breaker_min_requests and num_failed > config.breaker_error_rate * num and not self._is_one():
             self._open(
                 now_s,
-                f"{self._num_failed} of the latest {num} requests failed, "
+                f"{num_failed} of the latest {num} requests failed, "
                 f"more than breaker_error_rate={config.breaker_error_rate:g} of them",
             )
+
+    def _count(self, num: int, failed: bool, tenant: str) -> None:
+        for counter, more in ((self._num_ended, num), (self._num_failed, num * failed)):
+            counter[tenant] += more
+            if not counter[tenant]:
+                del counter[tenant]
+
+    def _is_one(self) -> bool:
+        """Whether failures are one tenant's alone, which must not shut out the others: without it there are few."""
+        worst, num_failed = self._num_failed.most_common(1)[0]
+        others = len(self._ended) - self._num_ended[worst]
+        return others > 0 and self._num_failed.total() - num_failed <= self.config.breaker_error_rate * others
 
     def _open(self, now_s: float, why: str) -> None:
         if self.state is not BreakerState.OPEN:
             self.num_opened += 1
             log.warning("the circuit breaker opens: %s", why)
         self.state, self._since_s, self._why = BreakerState.OPEN, now_s, why
-        self._num_good = self._num_probes = self._num_failed = 0
-        self._ended.clear()
+        self._num_good = self._num_probes = 0
+        for those in (self._ended, self._num_ended, self._num_failed):
+            those.clear()

@@ -67,6 +67,24 @@ def test_only_failures_of_the_server_count_and_only_within_the_window():
     assert b.state is BreakerState.OPEN
 
 
+def test_one_tenant_that_fails_does_not_shut_out_others_that_do_not():
+    b = breaker()
+
+    def ends(code: ErrorCode | None, tenant: str, num: int, now_s: float = 0.0) -> BreakerState:
+        for _ in range(num):
+            b.ended(now_s, b.allow(now_s), code, tenant)
+        return b.state
+
+    assert ends(OK, "good", 2) is BreakerState.CLOSED
+    assert ends(FAILED, "bad", 100) is BreakerState.CLOSED
+    assert ends(FAILED, "other", 2) is BreakerState.CLOSED  # two of four without the worst: half is not more than 0.5
+    assert ends(FAILED, "other", 1) is BreakerState.OPEN
+    b = breaker()
+    assert ends(OK, "good", 2) is BreakerState.CLOSED
+    assert ends(FAILED, "bad", 3, 9.9) is BreakerState.CLOSED
+    assert ends(FAILED, "bad", 1, 10.0) is BreakerState.OPEN  # nobody else was served within the window
+
+
 def test_error_rate_of_1_is_off():
     b = breaker(breaker_error_rate=1.0)
     end(b, 0.0, *[FAILED] * 100)
