@@ -32,7 +32,7 @@ class _Held(FakeEngine):
         return []
 
 
-async def _submit(h: Harness, prompt: str = "abc", id: str = "", **params) -> str:
+async def _submit(h: Harness, prompt: str | list[int] = "abc", id: str = "", **params) -> str:
     return (await h.stub.Submit(request(prompt, id=id, **params))).job_id
 
 
@@ -272,7 +272,7 @@ def test_what_the_engine_refuses_is_no_job():
             await _submit(h)
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert dict(raised.value.trailing_metadata() or ())["retry-after"] == "1"
-        code, details = await status(_submit(h, "x" * 5000))
+        code, details = await status(_submit(h, [1] * 5000))
         assert (code, "the prompt has 5000 tokens" in details) == ("INVALID_ARGUMENT", True)
         counters = (await h.stub.GetLoads(pb.GetLoadsRequest())).counters
         assert (counters["num_jobs"], counters["num_running_jobs"]) == (2, 2)
