@@ -47,6 +47,8 @@ class EngineStats(ControlStats, PaddingStats, TierStats):
     num_pages_free: int
     num_pages_cached: int  # free as soon as someone wants them
     kv_cache_usage: float  # in [0, 1], of the fullest pool of any data shard
+    num_pages_of: dict[str, int]  # by kind; one may be full while the sums above say that most are free
+    num_pages_used_of: dict[str, int]  # by kind: those that requests hold
     num_compiles_after_warm_up: int
     num_requests: int
     num_finished: int
@@ -288,6 +290,12 @@ class Engine:
             num_pages_free=sum(cache.num_free for cache in caches),
             num_pages_cached=sum(cache.num_cached for cache in caches),
             kv_cache_usage=max(cache.usage for cache in caches),
+            num_pages_of={
+                kind.value: sum(cache.pools[kind].num_pages for cache in caches) for kind in caches[0].spec.pool_kinds
+            },
+            num_pages_used_of={
+                kind.value: sum(cache.pools[kind].num_used for cache in caches) for kind in caches[0].spec.pool_kinds
+            },
             num_compiles_after_warm_up=COMPILES.after_warm_up,
             **asdict(self.scheduler.counters),
             **asdict(self.control.stats()),

@@ -173,6 +173,8 @@ class InferenceService(pb_grpc.InferenceServicer):
                     setattr(message, name, value)
                 elif isinstance(value, (int, float)):
                     message.counters[name] = value
+                elif isinstance(value, dict):
+                    message.counters.update({f"{name}_{key}": number for key, number in value.items()})
             jobs, breaker = self.requests.jobs, self.requests.breaker
             message.counters["num_jobs"] = jobs.num_jobs
             message.counters["num_running_jobs"] = jobs.num_live
