@@ -44,7 +44,10 @@ def define_flags(values: flags.FlagValues) -> None:
     define_engine_flags(values)
     text = {"device": "a name of the roofline table, or cpu", "label": "a name for this run, stored in the result"}
     flags.DEFINE_string("device", "a100", text["device"], flag_values=values)
-    flags.DEFINE_integer("num_devices", 1, "devices of the mesh, unless --mesh says more", 1, flag_values=values)
+    text["num_devices"] = (
+        "devices of the mesh, unless --mesh says more; 4, which DeepSeek-V4-Flash needs, or this machine"
+    )
+    flags.DEFINE_integer("num_devices", None, text["num_devices"], 1, flag_values=values)
     flags.DEFINE_float("efficiency", 0.6, "part of the roofline that steps reach", 0.01, 1.0, flag_values=values)
     flags.DEFINE_float("launch_ms", 1.0, "that any step takes beside its work", 0.0, flag_values=values)
     flags.DEFINE_enum("policy", "ours", ["ours", "static", "naive"], "how to serve", flag_values=values)
@@ -153,6 +156,7 @@ def _main(argv: Sequence[str]) -> int:
     define_flags(values)
     parse(values, argv, f"python -m {PROGRAM} --device=a100 [flags]")
     config = engine_config(values)
+    num_devices = values.num_devices or (1 if values.device == "cpu" else 4)
     if values.device == "cpu":
         result, config = _on_this_machine(config, values)
     else:
@@ -161,13 +165,11 @@ def _main(argv: Sequence[str]) -> int:
         if values.model is None and values.config is None:
             config = replace(config, model="deepseek-v4-flash")
         model = model_of(config.model)
-        device = Device.of(
-            values.device, values.num_devices, efficiency=values.efficiency, launch_s=values.launch_ms / 1000
-        )
+        device = Device.of(values.device, num_devices, efficiency=values.efficiency, launch_s=values.launch_ms / 1000)
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         result, engine = simulate(config, model, device, Work(values, model.vocab_size), values.policy, dtype)
         config = engine.config
-    print(f"{values.num_devices} x {values.device}, {config.model}, {values.policy}")
+    print(f"{num_devices} x {values.device}, {config.model}, {values.policy}")
     print(metrics.report(result))
     for name, label in (("num_steps", "Steps:"), ("num_preemptions", "Preemptions:"), ("wall_s", "Simulated in (s):")):
         value = result[name]

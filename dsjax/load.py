@@ -130,6 +130,8 @@ def make_runner(
         tiled=target.has_tpu_kernels,
         as_bits=platform == "cpu",
     )
+    few = spec.num_requests(max(1, min(max_model_len, config.hca_ratio)))[0] < scheduler.max_num_seqs
+    log.log(logging.WARNING if few else logging.INFO, "cache: %s", spec.describe(max_model_len))
     form: Any = {
         "with_mtp": with_mtp,
         "stored": keeps_stored(weight_format, platform),

@@ -129,6 +129,32 @@ class CacheSpec:
         num_pages[EntryKind.WINDOW] = _span_pages(rows, window.entries_per_page) if rows else 0
         return sum(num * self.kinds[kind].page_bytes for kind, num in num_pages.items()) + self.state_values * 4
 
+    def num_requests(self, num_tokens: int) -> tuple[int, EntryKind]:
+        """How many requests of so many tokens fit at once, whatever they share, and the kind of which there are too few
+        pages for more."""
+        fits = {}
+        for kind in (self.kinds[kind] for kind in self.pool_kinds):
+            entries, num_pages = kind.entries_per_page, kind.num_pages
+            if kind.window is None:
+                one = kind.num_table_pages(num_tokens)
+            else:  # as in `can_hold`
+                one = min(_span_pages(kind.window, entries) + 1, -(-num_tokens // entries))
+                num_pages = max(one, num_pages - -(-self.max_chunk_tokens // entries))
+            if one:
+                fits[kind.kind] = num_pages // one
+        least = min(fits, key=lambda kind: fits[kind])
+        return fits[least], least
+
+    def describe(self, max_model_len: int) -> str:
+        """How many requests fit at once, in words."""
+        parts = []
+        for num_tokens, words in ((max_model_len, "max_model_len="), (max_model_len // 8, "")):
+            num, kind = self.num_requests(num_tokens)
+            bound = f"max_num_seqs={self.num_slots}" if num >= self.num_slots else f"{kind.value} pages"
+            parts.append(f"{min(num, self.num_slots)} of {words}{num_tokens} tokens ({bound})")
+        counts = ", ".join(f"{self.kinds[kind].num_pages} {kind.value}" for kind in self.pool_kinds)
+        return f"requests that fit at once: {' or '.join(parts)}; pages: {counts}"
+
     def can_hold(self, totals: Sequence[int]) -> bool:
         """Whether requests of so many tokens each fit all at once, whatever they share."""
         for kind in self.kinds.values():
@@ -315,14 +341,19 @@ def _fit(
     state_bytes: int,
     least_window_pages: int,
 ) -> dict[EntryKind, int]:
-    """Shrinks `pages` in proportion until pages and STATE take at most `cache_memory_bytes`."""
+    """Shrinks `pages` until pages and STATE take at most `cache_memory_bytes`.
+
+    Compressed pages shrink in proportion. Short requests need as many window pages as long ones, so of these there are
+    all, unless they would take more than half of the memory, or than their share.
+    """
     budget = cache.cache_memory_bytes - state_bytes
-    total = sum(pages[kind] * page_bytes[kind] for kind in pages)
-    if total <= budget:
+    window_bytes = pages[EntryKind.WINDOW] * page_bytes[EntryKind.WINDOW]
+    rest = sum(pages[kind] * page_bytes[kind] for kind in pages) - window_bytes
+    if window_bytes + rest <= budget:
         return pages
-    window_pages = max(least_window_pages, pages[EntryKind.WINDOW] * max(0, budget) // total)
+    share = budget * max(window_bytes, (window_bytes + rest) // 2) // (window_bytes + rest)
+    window_pages = min(pages[EntryKind.WINDOW], max(least_window_pages, share // page_bytes[EntryKind.WINDOW]))
     left = budget - window_pages * page_bytes[EntryKind.WINDOW]
-    rest = total - pages[EntryKind.WINDOW] * page_bytes[EntryKind.WINDOW]
     fitted = {kind: num * max(0, left) // rest for kind, num in pages.items() if kind is not EntryKind.WINDOW}
     if left < 0 or 0 in fitted.values():
         least = window_pages * page_bytes[EntryKind.WINDOW] + state_bytes

@@ -89,6 +89,38 @@ def test_memory_limit_shrinks_all_pools():
     assert small.max_request_tokens == 256
 
 
+def test_memory_limit_shrinks_what_long_requests_need_before_what_all_need():
+    """A million tokens a request at most is no reason to have window pages for few requests."""
+    full, small = (cache_spec(max_model_len=4096, memory_bytes=bytes) for bytes in (1 << 30, 240_000))
+    pages = [{k: spec.kinds[k].num_pages for k in spec.pool_kinds} for spec in (full, small)]
+    # 26,880 bytes of STATE; 48 window pages of 2,048 bytes; the rest is an eighth of what the others would take.
+    assert pages == [
+        {EntryKind.WINDOW: 48, EntryKind.CSA: 512, EntryKind.HCA: 1024},
+        {EntryKind.WINDOW: 48, EntryKind.CSA: 64, EntryKind.HCA: 128},
+    ]
+    assert small.num_bytes() <= 240_000
+
+
+def test_how_many_requests_fit_and_what_bounds_them():
+    spec = cache_spec(num_blocks=24, window=128, hca_ratio=128, page=64, unit=128, num_seqs=8, max_model_len=1024)
+    assert {k: spec.kinds[k].num_pages for k in spec.pool_kinds} == {
+        EntryKind.WINDOW: 24,
+        EntryKind.CSA: 6,
+        EntryKind.HCA: 1,
+    }
+    # A CSA page holds 256 tokens, an HCA page 2,048.
+    found = [spec.num_requests(num_tokens) for num_tokens in (1024, 256, 127)]
+    assert found == [(1, EntryKind.CSA), (1, EntryKind.HCA), (6, EntryKind.CSA)]  # 127 tokens complete no HCA entry
+    assert spec.describe(1024) == (
+        "requests that fit at once: 1 of max_model_len=1024 tokens (csa pages) or 1 of 128 tokens (hca pages); "
+        "pages: 24 window, 6 csa, 1 hca"
+    )
+    roomy = cache_spec(num_seqs=3)
+    assert roomy.num_requests(256)[0] == 3 and "3 of max_model_len=256 tokens (max_num_seqs=3)" in roomy.describe(256)
+    spec_of_few = cache_spec(num_blocks=24, window=128, page=64, num_seqs=8, max_model_len=1024)
+    assert spec_of_few.can_hold([256] * spec_of_few.num_requests(256)[0])
+
+
 def test_memory_limit_below_one_chunk_names_the_knobs():
     with pytest.raises(ConfigError, match=r"cache_memory_bytes=28480 is too small.*max_num_seqs=4, num_snapshots=16"):
         cache_spec(memory_bytes=28_480)
