@@ -33,8 +33,8 @@ from absl import flags
 
 from benchmarks import host_memory, machine
 from benchmarks.host_engine import make_engine, prepare, time_parts
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.manager import CacheManager
-from dsjax.cache.prefix import UnitHashes
 from dsjax.engine import Engine
 from dsjax.request import Request, SamplingParams, TokenEvent
 from servers import flags as server_flags

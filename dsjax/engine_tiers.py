@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.manager import CacheManager
-from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.tiers import Tiers, TierStats
 from dsjax.request import Request
 from dsjax.runner.runner import Runner

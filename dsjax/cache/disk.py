@@ -17,8 +17,8 @@ from pathlib import Path
 
 from dsjax.cache import blob_file
 from dsjax.cache.blob_file import SUFFIX, Damaged, Foreign
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.moves import Arrays, BlobKey
-from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.records import Catalog, Record
 from dsjax.cache.spec import EntryKind
 from dsjax.errors import ConfigError

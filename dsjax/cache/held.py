@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.pool import PagePool
-from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.spec import CacheSpec, EntryKind, KindSpec
 from dsjax.cache.tree import Node
 

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.held import NO_BOUNDARY, Admission, HeldPages, PromisedPages, RequestCache
 from dsjax.cache.mover import Mover
 from dsjax.cache.moves import Moves, Planned
 from dsjax.cache.pool import PagePool
-from dsjax.cache.prefix import PrefixIndex, PrefixMatch, UnitHashes
+from dsjax.cache.prefix import PrefixIndex, PrefixMatch
 from dsjax.cache.spec import CacheSpec, Copy, EntryKind
 from dsjax.cache.tiers import Tiers
 
@@ -152,15 +153,13 @@ class CacheManager:
             group=group,
             num_kept=match.num_tokens,
         )
-        copies = self._take_partial(request)
+        copies = self._take_partial(request, match)
         self._retain(request)
         need = request.need(self.spec, min(len(tokens), match.num_tokens + max(1, num_first_tokens)))
         # The copied page is the first of those needed, unless the shared entries reach beyond the first chunk.
         wanted = {kind: max(need.get(kind, 0), kind in copies) for kind in self.pools}
-        if not (
-            all(wanted[k] <= self.pools[k].num_available for k in wanted)
-            and self._promised.has_room(request, self.pools)
-        ):
+        fits = all(wanted[k] <= self.pools[k].num_available for k in wanted)
+        if not (fits and self._promised.has_room(request, self.pools)):
             self._release_pages(request)
             return None
         self._free_slots.popleft()
@@ -169,10 +168,14 @@ class CacheManager:
         self.prefix.touch(match)
         # Sources are resolved before pages are allocated: a source may be evicted and handed out for its own copy.
         sources = {kind: self._planned.source(kind, page) for kind, (_, page) in copies.items()}
-        for kind, (index, _) in copies.items():
-            (page,) = self._allocate(kind, 1)
+        for kind, (index, page) in copies.items():
+            self.prefix.make_free(kind, 1, keep=match)
+            if self.pools[kind].num_free or not self.pools[kind].num_cache_refs(page):
+                (page,) = self._allocate(kind, 1)
+                self._planned.add(kind, sources[kind], page)
+            else:  # there is no other page, and by now nothing else that lists this one
+                self.pools[kind].retain(page)
             self._put(request, kind, index, page)
-            self._planned.add(kind, sources[kind], page)
         for kind, table in request.tables.items():
             table.fill(self.spec.kinds[kind].num_pages)
             if kind in request.pages:
@@ -185,14 +188,19 @@ class CacheManager:
             self._planned.forget(EntryKind.STATE, request.slot)  # of a request that came and went in this plan
         return Admission(slot=request.slot, num_cached=match.num_tokens, num_shared=match.num_shared)
 
-    def _take_partial(self, request: RequestCache) -> dict[EntryKind, tuple[int, int]]:
-        """Removes the shared pages that the request will write to; returns {pool: (page index, page id)} to copy."""
+    def _take_partial(self, request: RequestCache, match: PrefixMatch) -> dict[EntryKind, tuple[int, int]]:
+        """Removes the shared pages that the request will write to; returns {pool: (page index, page id)} to copy.
+
+        A page that no request holds and only the match lists is written on in place: no one has entries beyond those.
+        """
         copies: dict[EntryKind, tuple[int, int]] = {}
         for kind, pages in request.pages.items():
             spec = self.spec.kinds[kind]
-            if spec.num_entries(request.num_shared) % spec.entries_per_page:
+            is_partial = spec.num_entries(request.num_shared) % spec.entries_per_page
+            if is_partial and self.pools[kind].num_cache_refs(pages[-1]) != match.num_listed[kind]:
                 copies[kind] = len(pages) - 1, pages.pop()
-        if request.window and request.num_cached % self._window.entries_per_page:
+        pool, is_partial = self.pools[EntryKind.WINDOW], request.num_cached % self._window.entries_per_page
+        if request.window and is_partial and pool.num_cache_refs(next(reversed(request.window.values()))) != 1:
             copies[EntryKind.WINDOW] = request.window.popitem()
         return copies
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.moves import BlobKey, Download, Planned
-from dsjax.cache.prefix import PrefixIndex, PrefixMatch, UnitHashes, window_pages
+from dsjax.cache.prefix import PrefixIndex, PrefixMatch, window_pages
 from dsjax.cache.records import Record, make_record, record_digest
 from dsjax.cache.spec import EntryKind
 from dsjax.cache.tiers import Tiers

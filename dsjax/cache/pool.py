@@ -75,8 +75,9 @@ class PagePool:
             self._num_cached -= cache
             self._free.append(page)
 
-    def _is_cached(self, page: int) -> bool:
-        return 0 < self._num_refs[page] == self._num_cache_refs[page]
+    def num_cache_refs(self, page: int) -> int:
+        """References of the prefix cache to a page that nothing else holds; 0 if something does."""
+        return self._num_cache_refs[page] if self._num_refs[page] == self._num_cache_refs[page] else 0
 
     def check(self, request_holds: Iterable[int], cache_holds: Iterable[int]) -> None:
         """AssertionError unless the references are exactly these (a page once for each) and all else is free once."""
@@ -87,5 +88,5 @@ class PagePool:
             expected = by_request[page] + by_cache[page], by_cache[page], not by_request[page] and not by_cache[page]
             actual = self._num_refs[page], self._num_cache_refs[page], page in free
             assert actual == expected, f"page {page}: (refs, cache refs, free) is {actual}, holders say {expected}"
-        assert self._num_cached == sum(map(self._is_cached, range(self.num_pages)))
+        assert self._num_cached == sum(self.num_cache_refs(page) > 0 for page in range(self.num_pages))
         assert self.num_free + self.num_cached + self.num_used == self.num_pages

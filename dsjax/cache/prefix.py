@@ -11,14 +11,12 @@ that page before the listed ones, so along a chain the deepest member that lists
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import itertools
-import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.pool import PagePool
 from dsjax.cache.spec import CacheSpec, EntryKind
 from dsjax.cache.tree import Leaves, Node, Pages, Snapshot
@@ -33,37 +31,16 @@ class PrefixMatch:
     snapshot: Snapshot | None = None
     node: Node | None = None  # the deepest node of the chain
     pages: dict[EntryKind, list[int]] = field(default_factory=dict)  # compressed: page ids by index, up to num_shared
-
-
-class UnitHashes:
-    """Chained digests of the units of one token sequence. The digest of a unit names all tokens up to its end."""
-
-    def __init__(self, salt: str, unit_tokens: int):
-        self.unit_tokens = unit_tokens
-        root = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32)
-        self.digests = [root.digest()]  # [i] names i units
-
-    def extend(self, tokens: Sequence[int], num_units: int) -> None:
-        """Makes `digests[0..num_units]` available; `tokens` are all tokens of the sequence."""
-        size, pack, digest = self.unit_tokens, _ids_of(self.unit_tokens).pack, self.digests[-1]
-        for begin in range((len(self.digests) - 1) * size, num_units * size, size):
-            # A cryptographic hash: a collision would serve another prompt's text.
-            digest = hashlib.blake2b(digest + pack(*tokens[begin : begin + size]), digest_size=32).digest()
-            self.digests.append(digest)
-
-
-@functools.cache
-def _ids_of(num: int) -> struct.Struct:
-    """So many ids as bytes; of a list, numpy takes twice as long."""
-    return struct.Struct(f"<{num}i")
+    num_listed: dict[EntryKind, int] = field(default_factory=dict)  # by what of it the last of those pages is listed
 
 
 class PrefixIndex:
     """The tree, its least-recently-used orders and its references to pages and snapshot slots.
 
-    Nodes leave leaf first, the least recently used leaf before others, and take their snapshots with them. Snapshots,
-    which are scarcer, also leave alone, in their own order. A tenant with a limit loses its own leaves first: those
-    that it registered and under which nobody else has a node.
+    What makes room for a page is the least recently used that may list one. For a compressed page that is a leaf, which
+    takes its snapshots with it, or a snapshot whose tail has such a page, which leaves alone: the ends of many requests
+    hang on the node that all of them share. For a window page or a slot it is a snapshot. A tenant with a limit loses
+    its own leaves first: those that it registered and under which nobody else has a node.
     """
 
     def __init__(
@@ -85,6 +62,9 @@ class PrefixIndex:
         self._num_units: Counter[str] = Counter()  # by tenant
         self._snapshots: OrderedDict[Snapshot, None] = OrderedDict()  # least recently used first
         self._spare: OrderedDict[Snapshot, None] = OrderedDict()  # of those, what goes before the others: not used yet
+        self._tails: dict[EntryKind, OrderedDict[Snapshot, None]] = {  # of those, what lists a page of the kind
+            kind: OrderedDict() for kind in spec.compressed_kinds
+        }
         self._free_slots = list(range(spec.num_slots + spec.num_snapshots - 1, spec.num_slots - 1, -1))
         self._clock = 0
 
@@ -144,11 +124,20 @@ class PrefixIndex:
         listed: list[Pages] = [node.pages for node in chain]
         if snapshot and num_shared == num_tokens:
             listed.append(snapshot.pages)
-        pages = {}
+        pages, num_listed = {}, {}
         for kind in self.spec.compressed_kinds:
             by_index = {index: page for member in listed for index, page in member.get(kind, ())}
             pages[kind] = [by_index[i] for i in range(self.spec.kinds[kind].num_table_pages(num_shared))]
-        return PrefixMatch(num_tokens=num_tokens, num_shared=num_shared, snapshot=snapshot, node=chain[-1], pages=pages)
+            last = pages[kind][-1:]
+            num_listed[kind] = sum(page in last for member in listed for _, page in member.get(kind, ()))
+        return PrefixMatch(
+            num_tokens=num_tokens,
+            num_shared=num_shared,
+            snapshot=snapshot,
+            node=chain[-1],
+            pages=pages,
+            num_listed=num_listed,
+        )
 
     def touch(self, match: PrefixMatch) -> None:
         """Marks what a hit uses as most recently used."""
@@ -178,17 +167,20 @@ class PrefixIndex:
         self._clock += 1
         unit = self.spec.unit_tokens
         node = start if start and start.alive else self._add(hashes.digests[0], None, {}, "")
+        node.last_used = self._clock
         for depth in range(node.depth + 1, num_units + 1):
             found = self._nodes.get(hashes.digests[depth])
             node = found or self._add(
                 hashes.digests[depth], node, self._listed(depth * unit - unit, depth * unit, tables), tenant
             )
             node.last_used = self._clock
-        while len(self._nodes) > max(self.max_nodes, num_units + 1) and self._evict(self._leaves.pop(node), node):
+        while len(self._nodes) > max(self.max_nodes, num_units + 1) and self._evict(self._leaves.coldest(node), node):
             pass
         own = self._tenant_leaves.get(tenant)
         while (
-            own is not None and self._num_units[tenant] > self._max_units[tenant] and self._evict(own.pop(node), node)
+            own is not None
+            and self._num_units[tenant] > self._max_units[tenant]
+            and self._evict(own.coldest(node), node)
         ):
             pass
         return node
@@ -225,8 +217,12 @@ class PrefixIndex:
         return snapshot
 
     def _use(self, snapshot: Snapshot) -> None:
+        snapshot.last_used = self._clock
         self._snapshots.move_to_end(snapshot)
         self._spare.pop(snapshot, None)
+        for kind, tails in self._tails.items():
+            if snapshot.pages[kind]:
+                tails.move_to_end(snapshot)
 
     def add_snapshot(
         self,
@@ -252,22 +248,34 @@ class PrefixIndex:
         needed = window_pages(self.spec, num_tokens)
         pages[EntryKind.WINDOW] = tuple((logical, window[logical]) for logical in needed)
         self._retain(pages)
-        snapshot = Snapshot(node, tail, num_tokens, pages, self._free_slots.pop())
+        snapshot = Snapshot(node, tail, num_tokens, pages, self._free_slots.pop(), self._clock)
         node.snapshots[tail] = snapshot
         self._snapshots[snapshot] = None
+        for kind, tails in self._tails.items():
+            if pages[kind]:
+                tails[snapshot] = None
         if is_spare:
             self._spare[snapshot] = None
         return snapshot
 
     # --- evicting ------------------------------------------------------------------------------
 
-    def make_free(self, kind: EntryKind, num: int) -> None:
-        """Evicts until `num` pages of the pool are free or nothing more can be evicted."""
+    def make_free(self, kind: EntryKind, num: int, keep: PrefixMatch | None = None) -> None:
+        """Evicts until `num` pages of the pool are free or nothing more can be evicted: nothing but `keep`, which has
+        just been used."""
         pool = self.pools[kind]
-        while pool.num_free < num:
-            evicted = self.evict_snapshot() if kind is EntryKind.WINDOW else self._evict(self._leaves.pop(None))
-            if not evicted:
-                return
+        while pool.num_free < num and self._evict_one(kind, keep or PrefixMatch()):
+            pass
+
+    def _evict_one(self, kind: EntryKind, keep: PrefixMatch) -> bool:
+        """Drops what a page of the pool is to be had from; False if there is nothing."""
+        is_window = kind is EntryKind.WINDOW
+        order = (self._spare or self._snapshots) if is_window else self._tails[kind]
+        snapshot, leaf = next(iter(order), None), None if is_window else self._leaves.coldest(keep.node)
+        if snapshot and snapshot is not keep.snapshot and (leaf is None or snapshot.last_used <= leaf.last_used):
+            self._drop_snapshot(snapshot, None)
+            return True
+        return self._evict(leaf)
 
     def evict_snapshot(self, keep_node: Node | None = None) -> bool:
         """Drops the least recently used snapshot; False if there is none. `keep_node` is not pruned for being bare."""
@@ -279,7 +287,7 @@ class PrefixIndex:
     def clear(self) -> None:
         """Drops everything, telling nobody."""
         on_drop, self.on_drop = self.on_drop, None
-        while self._evict(self._leaves.pop(None)):
+        while self._evict(self._leaves.coldest(None)):
             pass
         self.on_drop = on_drop
 
@@ -297,7 +305,8 @@ class PrefixIndex:
         if self.on_drop is not None:
             self.on_drop(snapshot)
         del self._snapshots[snapshot]
-        self._spare.pop(snapshot, None)
+        for order in (self._spare, *self._tails.values()):
+            order.pop(snapshot, None)
         del snapshot.node.snapshots[snapshot.tail]
         self._free_slots.append(snapshot.slot)
         self._release(snapshot.pages)
@@ -357,6 +366,9 @@ class PrefixIndex:
             assert all(s in self._snapshots and s.node is node for s in node.snapshots.values())
         assert sum(len(node.snapshots) for node in self._nodes.values()) == len(self._snapshots)
         assert all(s.node.alive for s in self._snapshots) and self._spare.keys() <= self._snapshots.keys()
+        for kind, tails in self._tails.items():
+            assert list(tails) == [s for s in self._snapshots if s.pages[kind]], "two orders of snapshots"
+        assert all(s.last_used <= s.node.last_used for s in self._snapshots), "a node that would go before its snapshot"
         assert Counter(n.tenant for n in self._nodes.values() if n.parent) == +self._num_units
         slots = sorted([*self._free_slots, *(s.slot for s in self._snapshots)])
         assert slots == list(range(self.spec.num_slots, self.spec.num_state_slots)), f"snapshot slots: {slots}"

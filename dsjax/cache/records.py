@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.moves import BlobKey
-from dsjax.cache.prefix import UnitHashes, window_pages
+from dsjax.cache.prefix import window_pages
 from dsjax.cache.spec import CacheSpec, EntryKind
 
 

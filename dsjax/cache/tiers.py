@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dsjax.cache.disk import Disk
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.moves import Arrays, BlobKey
-from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.records import Catalog, Record
 
 

@@ -40,6 +40,7 @@ class Snapshot:
     num_tokens: int
     pages: Pages  # compressed pages of the tail's entries; WINDOW pages of the last window - 1 tokens
     slot: int  # STATE
+    last_used: int
 
 
 class Leaves:
@@ -65,20 +66,14 @@ class Leaves:
     def discard(self, node: Node) -> None:
         self._members.discard(node)
 
-    def pop(self, keep: Node | None) -> Node | None:
-        """Takes the coldest out; None if there is none, or it is `keep`."""
+    def coldest(self, keep: Node | None) -> Node | None:
+        """None if there is none, or it is `keep`."""
         while self._heap:
-            pushed, _, node = heapq.heappop(self._heap)
-            if node not in self._members:
-                continue
-            self._members.discard(node)
-            if node.children:
-                continue  # a leaf no longer; pushed again when its last child goes
-            if node is keep:
-                self.push(node)
-                return None
-            if node.last_used > pushed:
-                self.push(node)  # used since
-                continue
-            return node
+            pushed, _, node = self._heap[0]
+            if node in self._members and not node.children and node.last_used == pushed:
+                return None if node is keep else node
+            heapq.heappop(self._heap)
+            if node in self._members:
+                self._members.discard(node)
+                self.push(node)  # used since; no leaf any longer is pushed again when its last child goes
         return None

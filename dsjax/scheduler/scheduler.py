@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.manager import CacheManager
-from dsjax.cache.prefix import UnitHashes
 from dsjax.config import SchedulerConfig
 from dsjax.errors import ErrorCode, RequestError, shown
 from dsjax.request import Path, Request, Status

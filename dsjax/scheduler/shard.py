@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.manager import CacheManager
-from dsjax.cache.prefix import UnitHashes
 from dsjax.config import SchedulerConfig
 from dsjax.request import Path, Request, Status
 from dsjax.scheduler import policy

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from dsjax.cache import blob_file, disk
 from dsjax.cache.blob_file import Damaged, Foreign, Head
 from dsjax.cache.disk import Disk
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.moves import BlobKey
-from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.spec import EntryKind
 from dsjax.errors import ConfigError
 from tests.cache.inline import Inline

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.manager import NO_BOUNDARY, Admission, CacheManager
-from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.spec import Copy, EntryKind
 from tests.cache.device_model import DeviceModel, prefix_names
 from tests.cache.specs import cache_spec
@@ -128,10 +128,11 @@ def test_partial_chunks_of_an_aborted_request_are_not_complete_units():
 
 
 def test_copies_of_a_hit():
-    runner = Runner(num_seqs=2)
+    runner = Runner(num_seqs=3)
     runner.complete("a", list(range(37)))
+    runner.start("other", list(range(39)))  # may write on in the pages
     runner.manager.take_moves()
-    request_slot = 1
+    request_slot = 2
     assert runner.start("b", list(range(50))) == Admission(slot=request_slot, num_cached=37, num_shared=37)
     # 37 tokens: 9 CSA entries (the second page holds one), 4 HCA entries (two full pages), 5 rows of window page 4.
     copies = {copy.kind: copy for copy in runner.manager.take_moves().copies}

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.manager import CacheManager
-from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.spec import CacheSpec
 from dsjax.cache.tiers import Tiers
 from dsjax.config import LayerKind

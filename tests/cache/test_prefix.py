@@ -6,8 +6,9 @@ from hashlib import blake2b
 
 import pytest
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.pool import PagePool
-from dsjax.cache.prefix import PrefixIndex, UnitHashes, window_pages
+from dsjax.cache.prefix import PrefixIndex, window_pages
 from dsjax.cache.spec import EntryKind
 from tests.cache.specs import cache_spec
 

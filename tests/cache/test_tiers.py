@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.moves import BlobKey
-from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.records import Record, make_record, record_digest
 from dsjax.cache.spec import EntryKind
 from dsjax.cache.tiers import Tiers

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.manager import NO_BOUNDARY, RequestCache
-from dsjax.cache.prefix import UnitHashes
 from dsjax.cache.spec import EntryKind
 from dsjax.request import Request, SamplingParams
 from dsjax.runner.batch import PENDING, Layout, pack

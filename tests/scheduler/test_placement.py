@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsjax.cache.prefix import UnitHashes
+from dsjax.cache.hashes import UnitHashes
 from dsjax.cache.spec import EntryKind
 from dsjax.request import Status
 from dsjax.scheduler.placement import Candidate, preferred
