@@ -170,7 +170,9 @@ def test_a_lone_cold_request_may_have_all_pages_and_gives_back_what_hot_ones_nee
     engine = engine_of(**PATHS, num_pages={EntryKind.CSA: 4}, max_num_batched_tokens=128)
     engine.add(request("cold", [9] * 120, max_tokens=4))
     run(engine, 2)
-    assert engine.stats().kv_cache_usage == 1.0
+    stats = engine.stats()
+    assert (stats.kv_cache_usage, stats.num_pages_of["csa"], stats.num_pages_used_of["csa"]) == (1.0, 4, 4)
+    assert stats.num_pages_used_of["hca"] < stats.num_pages_of["hca"]  # and most pages of the sum are free
     engine.add(request("hot", [1] * 8, max_tokens=4))
     run(engine)
     assert (running(engine), waiting(engine)) == (["hot"], ["cold"])
