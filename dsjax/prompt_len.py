@@ -20,6 +20,7 @@ def check_prompt_len(num_tokens: int, max_model_len: int, at_least: str = "") ->
 def check_texts(tokenizer: Any, texts: Iterable[str], max_model_len: int) -> None:
     """Raises as `check_prompt_len` if a prompt of these texts must be too long; to encode one takes 1000 times as long.
 
-    What passes may still be too long.
+    The prompt holds each of the texts, and perhaps more. What passes may still be too long.
     """
-    check_prompt_len(sum(map(tokenizer.fewest_tokens, texts)), max_model_len, "at least ")
+    num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    check_prompt_len(tokenizer.fewest_tokens(num_bytes), max_model_len, "at least ")

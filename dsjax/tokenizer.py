@@ -85,14 +85,12 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError) as error:  # `tokenizers` answers a lone surrogate with TypeError
             raise invalid("text is not valid Unicode: it must be a string without lone surrogates") from error
 
-    def fewest_tokens(self, text: str) -> int:
-        """A bound from below on the number of tokens that `encode(text)` gives, in a thousandth of its time.
+    def fewest_tokens(self, num_bytes: int) -> int:
+        """A bound from below on the number of tokens of texts that have so many bytes of UTF-8 together.
 
         No token stands for more bytes than the vocabulary's longest. 0 if this tokenizer may drop some of a text.
         """
-        if self._longest_token is None:
-            return 0
-        return -(-len(text.encode("utf-8", "surrogatepass")) // self._longest_token)
+        return 0 if self._longest_token is None else -(-num_bytes // self._longest_token)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD.

@@ -45,6 +45,9 @@ def of_generate(
             check_texts(tokenizer_of(engine, "text"), [message.text], engine.max_model_len)
             return Prompt(_encode_text(engine, message.text, message.add_bos), params)
         case "chat":
+            # Before the messages are read, which may be millions; a developer's may be left out of the prompt.
+            contents = (part.content for part in message.chat.messages if part.role != "developer")
+            check_texts(tokenizer_of(engine, "chat"), contents, engine.max_model_len)
             tools = _tools(message.chat)
             mode = _mode(message.chat)
             ids = _encode_chat(engine, strings, message.chat, tools, mode, engine.max_model_len)

@@ -167,7 +167,7 @@ def test_results_of_two_rounds_of_calls_are_each_in_the_order_of_their_own():
 def test_a_chat_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch):
     longest = max(map(len, tiny_tokenizer()._plain.get_vocab()))
     messages, num_bytes = [user("x" * 99), assistant("y" * 2000)], 99 + 2000
-    fewest = -(-99 // longest) + -(-2000 // longest)
+    fewest = -(-num_bytes // longest)
     ids = encode_chat(tiny_tokenizer(), messages, max_model_len=fewest + 1)
     assert ids == encode_chat(tiny_tokenizer(), messages) and fewest <= len(ids) <= num_bytes + 5
     monkeypatch.setattr(type(tiny_tokenizer()), "encode", None)

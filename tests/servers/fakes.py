@@ -41,8 +41,8 @@ class FakeTokenizer:
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         return list(text.encode())
 
-    def fewest_tokens(self, text: str) -> int:
-        return len(text.encode())
+    def fewest_tokens(self, num_bytes: int) -> int:
+        return num_bytes
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else _TEXTS[token_id].encode()

@@ -7,6 +7,7 @@ import pytest
 
 from dsjax.errors import invalid
 from dsjax.request import MAX_LOGPROBS
+from servers import prompts
 from servers.proto.dsjax.v1 import inference_pb2 as pb
 from tests.servers.fakes import EOS_ID, FakeEngine, FakeTokenizer
 from tests.servers.harness import Harness, collect, request, run, status
@@ -187,6 +188,7 @@ def test_lengths_around_max_model_len():
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch):
     monkeypatch.setattr(FakeTokenizer, "encode", None)
+    monkeypatch.setattr(prompts, "encode_chat", None)  # nor are the messages of a chat read
     chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x" * 60)])
 
     async def test(h: Harness):
