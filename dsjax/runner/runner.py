@@ -278,13 +278,14 @@ class Runner:
             self.cache = self.transfers.replaced(self.cache, kind, program(kept, *sent))
             return None
         sent = self._to_devices(arrays)
-        if isinstance(key, Bucket):
-            self.cache, self.slots, output = program(self._weights, self.cache, self.slots, *sent)
-            return output
-        if isinstance(key, int):
-            self.cache = program(self.cache, *sent)
-        else:
-            self.slots = program(self.slots, *sent)
+        with jax.transfer_guard_host_to_device("allow"):  # of what is sent
+            if isinstance(key, Bucket):
+                self.cache, self.slots, output = program(self._weights, self.cache, self.slots, *sent)
+                return output
+            if isinstance(key, int):
+                self.cache = program(self.cache, *sent)
+            else:
+                self.slots = program(self.slots, *sent)
         return None
 
     def _to_devices(self, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray | jax.Array]:

@@ -158,8 +158,12 @@ def test_model_info_and_health(server, stub):
 def test_loads_have_every_number_of_the_stats(stub):
     stats = nano().engine.stats()
     counters = dict(_loads(stub).counters)
-    expected = {f.name for f in dataclasses.fields(stats)} - {f.name for f in pb.GetLoadsResponse.DESCRIPTOR.fields}
-    assert expected - {"num_running_per_shard"} <= set(counters)
+    numbers = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}
+    of_kinds = {f"{name}_{kind}" for name, value in numbers.items() if isinstance(value, dict) for kind in value}
+    assert {"num_pages_of_window", "num_pages_used_of_csa"} <= of_kinds
+    expected = of_kinds | {name for name, value in numbers.items() if not isinstance(value, dict)}
+    expected -= {f.name for f in pb.GetLoadsResponse.DESCRIPTOR.fields} | {"num_running_per_shard"}
+    assert expected <= set(counters)
     assert (counters["degrade_level"], counters["num_shed"], counters["num_refused"]) == (0, 0, 0)
 
 
