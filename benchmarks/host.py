@@ -211,6 +211,9 @@ class _Replay:
     def prefetch(self, **hint: Any) -> bool:
         return False
 
+    def first_token_s(self, num_prompt: int) -> float:
+        return 0.0
+
     def stats(self) -> None: ...
 
 

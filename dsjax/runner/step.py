@@ -7,7 +7,7 @@ data shard as its leading axis, of which a device sees one.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ class StepConfig(NamedTuple):
     """What a step's program depends on besides shapes; all of it hashable."""
 
     graph: nnx.GraphDef
-    tree: jax.tree_util.PyTreeDef  # of the model's state
+    tree: Any  # the structure (`jax.tree.structure`) of the model's state
     layout: Layout
     num_pages: tuple[tuple[EntryKind, int], ...]  # of a layer
     active: tuple[tuple[bool, ...], ...]  # which layers of the stages' common pattern each stage has

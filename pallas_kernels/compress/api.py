@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.compress import reference, tpu
+from pallas_kernels.compress import native, reference, tpu
 from pallas_kernels.target import CPU, Target
 
 
@@ -70,7 +70,11 @@ def compress(
             f"compress: values {values.shape}, logits {logits.shape}, states {states.shape}, scale "
             f"{finish.scale.shape} do not fit"
         )
-    run = tpu.compress if tpu.supports(width, finish, target) else reference.compress
+    run = reference.compress
+    if tpu.supports(width, finish, target):
+        run = tpu.compress
+    elif native.supports(width, target):
+        run = native.compress
     return run(
         values,
         logits,

@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
+from pallas_kernels.compress.reference import finish
 from pallas_kernels.compress.sums import EMPTY
 from pallas_kernels.native import numbers
-from pallas_kernels.native.emit import BYTE, FLOAT, INT, LANES, LONG, Builder, Value, long
+from pallas_kernels.native.emit import BYTE, FLOAT, LANES, Builder, Value, long
 from pallas_kernels.native.machine_code import Operation
 from pallas_kernels.native.operands import data, dim, items, result
 from pallas_kernels.target import Target
 
 if TYPE_CHECKING:
-    from pallas_kernels.compress.api import Pieces
+    from pallas_kernels.compress.api import Finish, Pieces
 
 _SMALL = 1 << 14  # numbers, below which several vectors of channels are an item
 _STATES = 5  # which operand
@@ -41,29 +42,32 @@ def supports(width: int, target: Target) -> bool:
     return target.has_native_kernels and width % LANES == 0
 
 
-def pool(
+def compress(
     values: jax.Array,
     logits: jax.Array,
     pieces: Pieces,
-    states: jax.Array,  # [slots, 3 * channels]
+    states: jax.Array,
     row_slot: jax.Array,
     row_position: jax.Array,
+    finish_with: Finish,
     *,
     ratio: int,
     overlap: bool,
+    dtype: jnp.dtype,
+    target: Target,
 ) -> tuple[jax.Array, jax.Array]:
-    """Pooled entries [NP, width] float32, of padding unwritten, and all states with those of the rows updated."""
-    width = values.shape[1] // 2 if overlap else values.shape[1]
+    """As `api.compress`. Entries of padding are not written: what they hold means nothing."""
     shapes = (
-        jax.ShapeDtypeStruct((pieces.row.shape[0], width), jnp.float32),
+        jax.ShapeDtypeStruct((pieces.row.shape[0], finish_with.scale.shape[0]), jnp.float32),
         jax.ShapeDtypeStruct(states.shape, jnp.float32),
     )
-    operation = _OVERLAPPING if overlap else _PLAIN
     of_piece = (x.astype(jnp.int32) for x in (pieces.row, pieces.last_token))
     of_row = (x.astype(jnp.int32) for x in (row_slot, row_position))
     first = pieces.first.astype(jnp.uint8)
     operands = values, logits, *of_piece, first, states, *of_row, np.array([ratio], np.int32)
-    return operation(values.dtype, shapes, *operands, updated={_STATES: 1})
+    pool = _OVERLAPPING if overlap else _PLAIN
+    entries, states = pool(values.dtype, shapes, *operands, updated={_STATES: 1})
+    return finish(entries, finish_with, dtype), states
 
 
 def _emit(module: ir.Module, name: str, kind: ir.Type, overlap: bool) -> None:
@@ -84,7 +88,7 @@ def _emit(module: ir.Module, name: str, kind: ir.Type, overlap: bool) -> None:
     values, logits, rows, last_tokens, firsts, _, slots, positions, ratios = (data(b, frame, i) for i in range(9))
     entries, states = result(b, frame, 0), result(b, frame, 1)
     width = b.mul(num_units(b, frame), long(LANES))
-    ratio = _int(b, ratios, long(0))
+    ratio = b.integer(ratios, long(0))
 
     def sum_tokens(start: Value, stop: Value, channel: Value) -> Sum:
         def at(array: Value, token: Value) -> Value:
@@ -111,10 +115,10 @@ def _emit(module: ir.Module, name: str, kind: ir.Type, overlap: bool) -> None:
         channel = b.mul(i, long(LANES))
 
         def row_of(piece: Value) -> Value:
-            return _int(b, rows, b.smaller(piece, b.sub(num_pieces, long(1))))
+            return b.integer(rows, b.smaller(piece, b.sub(num_pieces, long(1))))
 
         def slot_of(row: Value) -> Value:
-            return _int(b, slots, b.smaller(row, b.sub(dim(b, frame, _STATES + 1, 0), long(1))))
+            return b.integer(slots, b.smaller(row, b.sub(dim(b, frame, _STATES + 1, 0), long(1))))
 
         def goes_on(piece: Value) -> Value:
             row = row_of(piece)
@@ -126,10 +130,10 @@ def _emit(module: ir.Module, name: str, kind: ir.Type, overlap: bool) -> None:
             row = row_of(piece)
             state = b.element(states, b.mul(slot_of(row), b.mul(channels, long(len(Sum._fields)))), FLOAT)
             is_0 = b.icmp_signed("==", piece, long(0))
-            start = b.add(_int(b, last_tokens, b.select(is_0, piece, b.sub(piece, long(1)))), long(1))
-            start, stop = b.select(is_0, long(0), start), b.add(_int(b, last_tokens, piece), long(1))
+            start = b.add(b.integer(last_tokens, b.select(is_0, piece, b.sub(piece, long(1)))), long(1))
+            start, stop = b.select(is_0, long(0), start), b.add(b.integer(last_tokens, piece), long(1))
             is_first = b.icmp_signed("!=", b.load(b.element(firsts, piece, BYTE), typ=BYTE), ir.Constant(BYTE, 0))
-            position = _int(b, positions, row)
+            position = b.integer(positions, row)
             in_midst = b.and_(is_first, b.icmp_signed("!=", b.srem(position, ratio), long(0)))
             empty = Sum(*(numbers.constant(x) for x in (EMPTY, 0.0, 0.0)))
 
@@ -161,10 +165,6 @@ def _emit(module: ir.Module, name: str, kind: ir.Type, overlap: bool) -> None:
 
     b.loop(first_unit, lambda i: b.icmp_signed("<", i, last_unit), 1, unit)
     b.ret_void()
-
-
-def _int(b: Builder, array: Value, i: Value) -> Value:
-    return b.sext(b.load(b.element(array, i, INT), typ=INT), LONG)
 
 
 def _where(b: Builder, condition: Value, x: Sum, y: Sum) -> Sum:

@@ -1,4 +1,4 @@
-"""The meaning, in jnp; also the GPU's path, and the CPU's but for sums, which are in native code there."""
+"""The meaning, in jnp; also the GPU's path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.compress import native
 from pallas_kernels.compress.sums import EMPTY, Sum, merge, where
 from pallas_kernels.rotary import normalise_and_rotate
 from pallas_kernels.target import Target
@@ -30,10 +29,6 @@ def compress(
     dtype: jnp.dtype,
     target: Target,
 ) -> tuple[jax.Array, jax.Array]:
-    if native.supports(finish_with.scale.shape[0], target):
-        of_step = {"ratio": ratio, "overlap": overlap}
-        entries, states = native.pool(values, logits, pieces, states, row_slot, row_position, **of_step)
-        return finish(entries, finish_with, dtype), states
     held = states.at[row_slot].get(mode="clip")
     entries, held = pool(values, logits, pieces, held, row_position, ratio=ratio, overlap=overlap)
     return finish(entries, finish_with, dtype), states.at[row_slot].set(held, mode="drop")

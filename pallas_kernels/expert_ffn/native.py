@@ -62,10 +62,6 @@ def combine(out: jax.Array, place: jax.Array, weights: jax.Array) -> jax.Array:
     return _COMBINE(shape.dtype, shape, out, place, weights)
 
 
-def _int(b: Builder, array: Value, i: Value) -> Value:
-    return b.sext(b.load(b.element(array, i, INT), typ=INT), LONG)
-
-
 def _sort(module: ir.Module, name: str, kind: ir.Type) -> None:
     """As `sort`. An item is some tokens; each counts all assignments for itself, and there is but one for a thread."""
     function = ir.Function(module, ir.FunctionType(LONG, [POINTER, LONG]), f"{name}.count")
@@ -88,7 +84,7 @@ def _sort(module: ir.Module, name: str, kind: ir.Type) -> None:
     before, others = (room(b, LONG, b.add(num_experts, long(1))) for _ in range(2))  # of each expert, and of none
 
     def expert(a: Value) -> Value:
-        return b.smaller(_int(b, experts, a), num_experts)
+        return b.smaller(b.integer(experts, a), num_experts)
 
     def count(a: Value, of: Value) -> None:
         counter = b.element(of, expert(a), LONG)
@@ -138,7 +134,7 @@ def _activate(module: ir.Module, name: str, kind: ir.Type) -> None:
     row."""
 
     def num_rows(b: Builder, frame: Value) -> Value:
-        return _int(b, data(b, frame, 1), b.sub(dim(b, frame, 1, 0), long(1)))
+        return b.integer(data(b, frame, 1), b.sub(dim(b, frame, 1, 0), long(1)))
 
     def size(b: Builder, frame: Value) -> Value:
         return b.add(b.udiv(long(_ACTIVATED // 2), b.udiv(dim(b, frame, 0, 1), long(2))), long(1))
@@ -192,7 +188,7 @@ def _combine(module: ir.Module, name: str, kind: ir.Type) -> None:
     def token(t: Value) -> None:
         def take(j: Value, taken: Value) -> list[Value]:
             a = b.add(b.mul(t, k), j)
-            row = _int(b, place, a)
+            row = b.integer(place, a)
             b.store(b.element(out, b.mul(row, width), FLOAT), b.element(sources, taken, POINTER))
             b.store(b.load(b.element(weights, a, FLOAT), typ=FLOAT), b.element(factors, taken, FLOAT))
             return [b.add(taken, b.zext(b.icmp_unsigned("<", row, num_rows), LONG))]

@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from pallas_kernels.grouped_matmul.blocks import Multiply, best, block, pack
 from pallas_kernels.native import entries
-from pallas_kernels.native.emit import FLOAT, HALF, INT, LANES, LONG, POINTER, VECTOR, VOID, Builder, Value, long
+from pallas_kernels.native.emit import FLOAT, HALF, LANES, LONG, POINTER, VECTOR, VOID, Builder, Value, long
 from pallas_kernels.native.machine_code import KINDS, Operation, has_feature
 from pallas_kernels.native.operands import data, dim, result
 
@@ -120,9 +120,9 @@ def _item(module: ir.Module, name: str, kind: ir.Type, multiply: Multiply) -> No
     width = b.mul(_up(b, _up(b, n, long(_STRIP)), parts), long(_STRIP))
     left = b.mul(part, width)
     right = b.smaller(b.add(left, width), n)
-    start = b.sext(b.load(b.element(starts, group, INT), typ=INT), LONG)
-    stop = b.sext(b.load(b.element(starts, b.add(group, long(1)), INT), typ=INT), LONG)
-    matrix = b.add(group, b.sext(b.load(data(b, frame, 3), typ=INT), LONG))
+    start = b.integer(starts, group)
+    stop = b.integer(starts, b.add(group, long(1)))
+    matrix = b.add(group, b.integer(data(b, frame, 3), long(0)))
     weights = b.element(data(b, frame, 1), b.mul(matrix, b.mul(k, n)), kind)
 
     def at(top: Value, column: Value) -> Value:

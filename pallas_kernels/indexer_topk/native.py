@@ -58,7 +58,7 @@ def _scores(module: ir.Module, name: str, kind: ir.Type) -> None:
     heads, width, block, count = *(dim(b, frame, 0, i) for i in (1, 2)), *(dim(b, frame, _MASK, i) for i in (1, 2))
     q, weights, tokens, lengths, keys, places, masks, first = (data(b, frame, i) for i in range(8))
     out = result(b, frame, 0)
-    keys = b.element(keys, b.mul(b.sext(b.load(first, typ=INT), LONG), width), kind)
+    keys = b.element(keys, b.mul(b.integer(first, long(0)), width), kind)
     depth = b.udiv(width, long(words.size))
     queries = room(b, FLOAT, b.mul(b.mul(block, heads), depth))
     columns, products = room(b, FLOAT, b.mul(depth, long(TILE))), room(b, FLOAT, b.mul(heads, long(TILE)))
@@ -66,7 +66,7 @@ def _scores(module: ir.Module, name: str, kind: ir.Type) -> None:
 
     def unit(i: Value) -> None:
         nth, run = b.udiv(i, runs(b, frame)), b.urem(i, runs(b, frame))
-        token, length = (b.sext(b.load(b.element(of, nth, INT), typ=INT), LONG) for of in (tokens, lengths))
+        token, length = (b.integer(of, nth) for of in (tokens, lengths))
         start = b.mul(token, b.mul(heads, width))
 
         def copy(d: Value) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.native import numbers
-from pallas_kernels.native.emit import FLOAT, INT, LANES, LONG, Builder, Value, long
+from pallas_kernels.native.emit import FLOAT, LANES, Builder, Value, long
 from pallas_kernels.native.machine_code import KINDS, Operation
 from pallas_kernels.native.operands import data, dim, items, result
 from pallas_kernels.target import Target
@@ -183,7 +183,7 @@ def _read_token(b: Builder, frame: Value, token: Value, kind: ir.Type) -> None:
         return lambda m: b.fdiv(m, b.fadd(numbers.across(b, m, distances, b.fadd), eps))
 
     rows, columns = normalised((1, 2)), normalised((4, 8))
-    count = b.sext(b.load(rounds, typ=INT), LONG)
+    count = b.integer(rounds, long(0))
     _, (matrix,) = b.loop(
         long(0), lambda i: b.icmp_signed("<", i, count), 1, lambda _, m: [columns(rows(m))], [columns(matrix)]
     )

@@ -68,6 +68,10 @@ class Builder(ir.IRBuilder):
         """The address of an element."""
         return self.gep(array, [index], source_etype=kind)
 
+    def integer(self, array: Value, index: Value) -> Value:
+        """An element of an array of int32 numbers, widened."""
+        return self.sext(self.load(self.element(array, index, INT), typ=INT), LONG)
+
     def smaller(self, a: Value, b: Value) -> Value:
         return self.select(self.icmp_signed("<", a, b), a, b)
 

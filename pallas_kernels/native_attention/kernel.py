@@ -74,7 +74,7 @@ def _attend(module: ir.Module, name: str, kind: ir.Type) -> None:
     """
 
     def group_of(b: Builder, frame: Value) -> Value:
-        return b.sext(b.load(data(b, frame, _GROUP), typ=INT), LONG)
+        return b.integer(data(b, frame, _GROUP), long(0))
 
     def num_units(b: Builder, frame: Value) -> Value:
         return b.mul(dim(b, frame, _LENGTH, 0), b.udiv(dim(b, frame, _Q, 1), group_of(b, frame)))
@@ -96,7 +96,7 @@ def _attend(module: ir.Module, name: str, kind: ir.Type) -> None:
 
     def unit(i: Value) -> None:
         nth, head = b.udiv(i, groups), b.mul(b.urem(i, groups), group)
-        token, length = (b.sext(b.load(b.element(of, nth, INT), typ=INT), LONG) for of in (starts, lengths))
+        token, length = (b.integer(of, nth) for of in (starts, lengths))
         of_query = b.mul(group, width)  # numbers
 
         def at(query: Value) -> Value:
@@ -123,7 +123,7 @@ def _attend(module: ir.Module, name: str, kind: ir.Type) -> None:
         b.store(long(0), scratch.count)
         of_block = [length, group, width, scale]
         for nth_pool in range(2):
-            begins = b.sext(b.load(b.element(firsts, long(nth_pool), INT), typ=INT), LONG)
+            begins = b.integer(firsts, long(nth_pool))
             pool = b.element(data(b, frame, _POOLS[nth_pool]), b.mul(begins, width), kind)
             count = dim(b, frame, _PLACES[nth_pool], 1)
             places = b.element(data(b, frame, _PLACES[nth_pool]), b.mul(nth, count), INT)
@@ -153,7 +153,7 @@ def _attend(module: ir.Module, name: str, kind: ir.Type) -> None:
         with b.if_then(b.icmp_signed("==", i, long(0))):
 
             def last(j: Value, end: Value) -> list[Value]:
-                start, count = (b.sext(b.load(b.element(of, j, INT), typ=INT), LONG) for of in (starts, lengths))
+                start, count = (b.integer(of, j) for of in (starts, lengths))
                 stop = b.select(b.icmp_signed(">", count, long(0)), b.add(start, count), end)
                 return [b.select(b.icmp_signed(">", stop, end), stop, end)]
 
@@ -195,7 +195,7 @@ def _note(b: Builder, scratch: _Scratch, part: _Part, take: ir.Function, block: 
                 with b.if_then(b.icmp_signed("!=", byte, ir.Constant(BYTE, 0))):
                     noted = b.load(scratch.count, typ=LONG)
                     entry = b.add(k, i)
-                    place = b.sext(b.load(b.element(part.places, entry, INT), align=4, typ=INT), LONG)
+                    place = b.integer(part.places, entry)
                     address = b.element(part.pool, b.mul(place, width), part.kind)
                     b.store(address, b.element(scratch.entries, noted, POINTER))
                     each(b, width, lambda d: b.prefetch(b.element(address, d, part.kind)), LINE // size_of(part.kind))

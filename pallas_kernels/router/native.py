@@ -62,7 +62,7 @@ def _emit(module: ir.Module, name: str, _: ir.Type, has_table: bool) -> None:
     b, frame, first, last = items(module, name, lambda b, frame: dim(b, frame, 0, 0), size=size, most=most)
     logits, scale, experts, weights = data(b, frame, 0), data(b, frame, 1), *(result(b, frame, i) for i in (0, 1))
     num_experts, k = dim(b, frame, 0, 1), result_dim(b, frame, 0, 1)
-    num_tokens = _int(b, data(b, frame, 2), long(0))
+    num_tokens = b.integer(data(b, frame, 2), long(0))
     scores = room(b, FLOAT, b.add(k, long(LANES)))  # of chosen experts
     if has_table:
         choose = _by_table(b, data(b, frame, 3), data(b, frame, 4), dim(b, frame, 3, 0), k, scores, num_experts)
@@ -109,10 +109,10 @@ def _by_table(
     b: Builder, table: Value, token_ids: Value, num_ids: Value, k: Value, scores: Value, num_experts: Value
 ) -> Choose:
     def choose(t: Value, logits: Value, chosen: Value) -> None:
-        of_id = b.mul(b.smaller(_int(b, token_ids, t), b.sub(num_ids, long(1))), k)
+        of_id = b.mul(b.smaller(b.integer(token_ids, t), b.sub(num_ids, long(1))), k)
 
         def take(j: Value) -> None:
-            expert = _int(b, table, b.add(of_id, j))
+            expert = b.integer(table, b.add(of_id, j))
             b.store(b.trunc(expert, INT), b.element(chosen, j, INT))
             b.store(_float(b, logits, b.smaller(expert, b.sub(num_experts, long(1)))), b.element(scores, j, FLOAT))
 
@@ -186,10 +186,6 @@ def _score(b: Builder, x: Value) -> Value:
     small = b.select(b.fcmp_ordered("<", below, numbers.constant(-87.0)), zero, numbers.exp(b, below))
     softplus = b.fadd(numbers.largest(b, zero, x), numbers.log1p(b, small))
     return b.call(b.intrinsic("llvm.sqrt.v16f32", VECTOR, [VECTOR]), [softplus])
-
-
-def _int(b: Builder, array: Value, i: Value) -> Value:
-    return b.sext(b.load(b.element(array, i, INT), typ=INT), LONG)
 
 
 def _float(b: Builder, array: Value, i: Value) -> Value:
