@@ -80,10 +80,7 @@ def _emit(module: ir.Module, name: str, kind: ir.Type, overlap: bool) -> None:
     def size(b: Builder, frame: Value) -> Value:
         return b.add(b.udiv(long(_SMALL), b.mul(dim(b, frame, 0, 0), long(LANES))), long(1))
 
-    def most(b: Builder, frame: Value) -> Value:
-        return b.mul(size(b, frame), long(2))
-
-    b, frame, first_unit, last_unit = items(module, name, num_units, size=size, most=most)
+    b, frame, first_unit, last_unit = items(module, name, num_units, size=size)
     channels, num_pieces, num_slots = dim(b, frame, 0, 1), dim(b, frame, 2, 0), dim(b, frame, _STATES, 0)
     values, logits, rows, last_tokens, firsts, _, slots, positions, ratios = (data(b, frame, i) for i in range(9))
     entries, states = result(b, frame, 0), result(b, frame, 1)

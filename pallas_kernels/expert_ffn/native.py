@@ -139,9 +139,7 @@ def _activate(module: ir.Module, name: str, kind: ir.Type) -> None:
     def size(b: Builder, frame: Value) -> Value:
         return b.add(b.udiv(long(_ACTIVATED // 2), b.udiv(dim(b, frame, 0, 1), long(2))), long(1))
 
-    b, frame, first, last = items(
-        module, name, num_rows, size=size, most=lambda b, frame: b.mul(size(b, frame), long(2))
-    )
+    b, frame, first, last = items(module, name, num_rows, size=size)
     gate_up, out = data(b, frame, 0), result(b, frame, 0)
     both = dim(b, frame, 0, 1)
     width = b.udiv(both, long(2))
@@ -178,9 +176,7 @@ def _combine(module: ir.Module, name: str, kind: ir.Type) -> None:
     def num_tokens(b: Builder, frame: Value) -> Value:
         return dim(b, frame, 2, 0)
 
-    b, frame, first, last = items(
-        module, name, num_tokens, size=size, most=lambda b, frame: b.mul(size(b, frame), long(2))
-    )
+    b, frame, first, last = items(module, name, num_tokens, size=size)
     out, place, weights, to = *(data(b, frame, i) for i in range(3)), result(b, frame, 0)
     num_rows, width, k = dim(b, frame, 0, 0), dim(b, frame, 0, 1), dim(b, frame, 2, 1)
     sources, factors = room(b, POINTER, k), room(b, FLOAT, k)  # of a token, without those out of range

@@ -65,7 +65,7 @@ def mhc_write(streams: jax.Array, out: jax.Array, post: jax.Array, comb: jax.Arr
 
 def _sums(module: ir.Module, name: str, kind: ir.Type) -> None:
     """streams [S, T, D], fn [24, S * D] -> [25, T]: fn times each token's streams, and their squares' sum."""
-    b, frame, first, stop = items(module, name, _num_tokens, size=4, most=8)
+    b, frame, first, stop = items(module, name, _num_tokens, size=4)
     tokens, width = dim(b, frame, 0, 1), dim(b, frame, 0, 2)
     streams, weights, out = data(b, frame, 0), data(b, frame, 1), result(b, frame, 0)
     whole = b.mul(width, long(STREAMS))

@@ -32,14 +32,19 @@ OfCall = Callable[[Builder, Value], Value]  # (builder, frame): what follows fro
 
 
 def items(
-    module: ir.Module, name: str, num_units: OfCall, *, size: int | OfCall, most: int | OfCall
+    module: ir.Module, name: str, num_units: OfCall, *, size: int | OfCall, most: int | OfCall | None = None
 ) -> tuple[Builder, Value, Value, Value]:
-    """Makes `size` of a call's units of work an item, or all if they are at most `most`: these take less time than it
-    takes to wake another thread. -> of NAME.item the builder, the frame, and the item's first unit and past its last.
+    """Makes `size` of a call's units of work an item, or all if they are at most `most`, or else twice `size`: these
+    take less time than it takes to wake another thread. -> of NAME.item the builder, the frame, and the item's first
+    unit and past its last.
     """
 
+    def number(b: Builder, frame: Value, x: int | OfCall) -> Value:
+        return long(x) if isinstance(x, int) else x(b, frame)
+
     def size_of(b: Builder, frame: Value, units: Value) -> Value:
-        few, many = (long(x) if isinstance(x, int) else x(b, frame) for x in (most, size))
+        many = number(b, frame, size)
+        few = b.mul(many, long(2)) if most is None else number(b, frame, most)
         return b.select(b.icmp_signed("<=", units, few), few, many)
 
     function = ir.Function(module, ir.FunctionType(LONG, [POINTER, LONG]), f"{name}.count")

@@ -48,10 +48,7 @@ def _emit(module: ir.Module, name: str, kind: ir.Type) -> None:
     def size(b: Builder, frame: Value) -> Value:
         return b.add(b.udiv(long(_SMALL), dim(b, frame, 0, 1)), long(1))
 
-    def most(b: Builder, frame: Value) -> Value:
-        return b.mul(size(b, frame), long(2))
-
-    b, frame, first, stop = items(module, name, lambda b, frame: dim(b, frame, 0, 0), size=size, most=most)
+    b, frame, first, stop = items(module, name, lambda b, frame: dim(b, frame, 0, 0), size=size)
     width = dim(b, frame, 0, 1)
     x, scale, eps, out = *(data(b, frame, i) for i in range(3)), result(b, frame, 0)
 

@@ -66,10 +66,7 @@ def _emit(module: ir.Module, name: str, kind: ir.Type, normalises: bool, takes_f
     def size(b: Builder, frame: Value) -> Value:
         return b.add(b.udiv(long(_SMALL), b.mul(dim(b, frame, 0, 1), dim(b, frame, 0, 2))), long(1))
 
-    def most(b: Builder, frame: Value) -> Value:
-        return b.mul(size(b, frame), long(2))
-
-    b, frame, first, stop = items(module, name, lambda b, frame: dim(b, frame, 0, 0), size=size, most=most)
+    b, frame, first, stop = items(module, name, lambda b, frame: dim(b, frame, 0, 0), size=size)
     heads, width, half = dim(b, frame, 0, 1), dim(b, frame, 0, 2), dim(b, frame, 1, 1)
     x, cos, sin, out = *(data(b, frame, i) for i in range(3)), result(b, frame, 0)
     scale, eps = (data(b, frame, i) for i in (3, 4)) if normalises else (None, None)

@@ -56,10 +56,7 @@ def _emit(module: ir.Module, name: str, _: ir.Type, has_table: bool) -> None:
     def size(b: Builder, frame: Value) -> Value:
         return b.add(b.udiv(long(_SMALL), b.add(dim(b, frame, 0, 1), long(_OF_TOKEN))), long(1))
 
-    def most(b: Builder, frame: Value) -> Value:
-        return b.mul(size(b, frame), long(2))
-
-    b, frame, first, last = items(module, name, lambda b, frame: dim(b, frame, 0, 0), size=size, most=most)
+    b, frame, first, last = items(module, name, lambda b, frame: dim(b, frame, 0, 0), size=size)
     logits, scale, experts, weights = data(b, frame, 0), data(b, frame, 1), *(result(b, frame, i) for i in (0, 1))
     num_experts, k = dim(b, frame, 0, 1), result_dim(b, frame, 0, 1)
     num_tokens = b.integer(data(b, frame, 2), long(0))
